@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dos.activations.offload import ActivationOffload
-from dos.devices import Device
+from dos.devices import Device, Mark
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
@@ -22,10 +23,12 @@ from dos.planning.policies import Policy
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.iteration import Iteration
+from dos.step.iteration import Iteration, Wait
 from dos.step.ledger import Ledger
 from dos.step.prepare import Prepared, check_slots
 from dos.step.work import SubgroupUpdate, Subject
+from dos.weights.homes import WeightHomes
+from dos.weights.stream import WeightStream
 from perfmodel import Op, Placement, Plan, Workload
 
 
@@ -43,7 +46,8 @@ class Backward:
     """Backward of one session on its accelerator: the iteration that runs, its plan, and the gradients that it sends.
 
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
-    now: the iteration that runs. attached: whether updates run on into a model's forward.
+    weights: of the model's blocks, if they stream. now: the iteration that runs.
+    attached: whether updates run on into a model's forward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     steps: that were issued.
     """
@@ -57,6 +61,9 @@ class Backward:
     ) -> None:
         self.device = device
         self.attached = self.replays = False
+        self.weights: WeightHomes | None = None
+        self._streams: list[WeightStream] = []
+        streams = self._streams  # the monitor asks what they hold, and this would be a cycle
         self.steps = 0
         if options.disk:
             registry.homes.open_disk(device, options.disk)  # before the ledger, which takes the stores that there are
@@ -70,7 +77,7 @@ class Backward:
             options.profile,
             options.memory_budget,
             options.memory_interval,
-            held=lambda: device_store.nbytes + registry.lasting_bytes,
+            held=lambda: device_store.nbytes + registry.lasting_bytes + sum(each.nbytes for each in streams),
             on_host=lambda: host_store.nbytes,
             away=activations.away,
             pooled=lambda: activations.pool.nbytes,
@@ -83,6 +90,7 @@ class Backward:
         self._registry, self._ledger, self._guard = registry, ledger, guard
         self._wanted = _NOT_ASKED
         self._gradients_before = 0
+        self._micro_batches = 1
 
     def facts(self) -> Facts | None:
         """The facts as they are now; None if no subgroup is on the device."""
@@ -90,16 +98,36 @@ class Backward:
         if not subgroups:
             return None
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
-        beside = self._registry.gradient_bytes()
+        beside, weights = self._registry.gradient_bytes(), {}
+        backward_s, weight_bytes = pace.backward.seconds, 0
+        if self.weights is not None:
+            weights, weight_bytes = self.weights.workload(), self.weights.nbytes
+            weights["micro_batches"] = count = max(1, self._micro_batches)
+            # For fetches compute is beside whatever becomes of gradients.
+            backward_s = max(0.0, pace.both.seconds / count - pace.forward.seconds)
+            # They have all left for the host, and come up again for updates on the device.
+            loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in loads)
         workload = Workload(
             loads,
             forward_s=pace.forward.seconds if self.attached else 0.0,
-            backward_s=pace.backward.seconds,
-            **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside),
+            backward_s=backward_s,
+            **weights,
+            **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
             **host_limits(self._registry.homes, subgroups, loads, attached=self.attached),
         )
         return Facts(workload, reverse=self.steps % 2 == 1)
+
+    def stream_weights(self, weights: WeightHomes) -> None:
+        """Plan the weights of these blocks with the state; backward asks for those that it reads."""
+        self.weights, self._streams[:] = weights, [weights.stream]
+        self.activations.weights = weights.stream
+
+    def _stalls(self) -> Sequence[tuple[Mark, Mark]]:
+        """The caller's waits for saved tensors and weights since this was asked last."""
+        weights = () if self.weights is None else self.weights.stream.stalls()
+        self.now.waits += [Wait(before, after) for before, after in weights]
+        return (*self.activations.stalls(), *weights)
 
     def decide(self, facts: Facts) -> Plan:
         """The plan for these facts. Raises ValueError or TypeError if the policy's is none, or can never run."""
@@ -110,7 +138,7 @@ class Backward:
     def stays(self, parameter: Tensor) -> bool:
         """Count a gradient that backward has just written and that no step wants on the host; False for any other.
 
-        Most are such where much is resident. Called without the optimizer's lock. Counting may be interrupted.
+        Most are such where much is resident. Called without the optimizer's lock.
         """
         record = self._registry.record(parameter)
         if record is None:
@@ -118,7 +146,7 @@ class Backward:
         # Without holding Ctrl-C back, which takes microseconds at each of many gradients: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted = self._wanted
-            if plan is None or self.decisions.stepped is self.now or self.may_change(record):
+            if plan is None or self.may_change(record):
                 return False
             # From here on each gradient may be the one at which there is room for slots, which `send` fills.
             if plan.slots and self.departures.past_half:
@@ -135,8 +163,6 @@ class Backward:
         Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
         that of last time; at first, when all parameters have one.
         """
-        if self.decisions.stepped is self.now:  # its step was interrupted before it returned
-            self.now, self._wanted = Iteration(self.device, self.now), _NOT_ASKED
         now = self.now
         now.gradients += 1
         if now.backward is not None:
@@ -144,7 +170,7 @@ class Backward:
             self.decisions.memory.sample(always=now.gradients == last)
         else:
             now.backward, now.travels = self.device.mark(), _gradients_travel()
-            self.decisions.pace.backward_begins(now, self.decisions.stepped, self.activations.stalls())
+            self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             self.decisions.memory.enter(Op.BACKWARD)
 
     def may_change(self, record: ParameterRecord) -> bool:
@@ -153,12 +179,12 @@ class Backward:
 
     def is_final(self, record: ParameterRecord) -> bool:
         """Whether the gradient that backward has just written is the one that the step will use, and may be sent."""
-        parameter = record.parameter
+        parameter, gradient = record.parameter, record.leaf.grad
         if not record.arena.accelerated or self.may_change(record):
             return False
-        if record.sharded and not same_layout(parameter.grad, parameter):
+        if record.sharded and not same_layout(gradient, parameter):
             return False  # the step redistributes it first
-        return parameter.grad is None or parameter.grad.layout is torch.strided  # the step refuses others
+        return gradient is None or gradient.layout is torch.strided  # the step refuses others
 
     def send(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
         """Send a gradient to where this iteration's plan wants it, and perhaps fetch state.
@@ -201,11 +227,15 @@ class Backward:
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Note where the caller's work has come to the call of `step()`, for the iteration and the pace."""
+        if self.weights is not None:
+            self._micro_batches = self.weights.stream.take_forwards()
         now, offloaded = self.now, self.activations.last_offloaded
         now.step, now.started = self.device.mark(), time.perf_counter()
         early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
-        self.decisions.pace.step(now, early=early, stalls=self.activations.stalls())
+        self.decisions.pace.step(now, early=early, stalls=self._stalls())
         now.moves, now.saved = self.activations.moves(), offloaded
+        if self.weights is not None:
+            now.moves += self.weights.stream.moves()
         # The part of the host that updates of parameters there take meanwhile is not measured.
         now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (offloaded and offloaded[0])
 
@@ -223,7 +253,7 @@ class Backward:
         self.now = Iteration(self.device, self.now)
 
     def abandon(self) -> None:
-        """Cancel what an interrupted hook has begun; the step sends everything anew."""
+        """Cancel what backward has begun; the step sends everything anew."""
         self._ledger.abandon()
         self.departures.forget()
 

@@ -60,9 +60,8 @@ def entry(*accepted: Phase) -> Callable[[Method[_P, _T]], Method[_P, _T]]:
 def exclusive(method: Method[_P, _T]) -> Method[_P, _T]:
     """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, and wholly.
 
-    They raise KeyboardInterrupt at their end if Ctrl-C came meanwhile; the second Ctrl-C takes effect at once. Python's
-    own locks, those of futures too, can be left locked by an interruption: later calls that wait for the same transfer,
-    such as to save a checkpoint after Ctrl-C, would then wait for ever.
+    If Ctrl-C came meanwhile, they raise KeyboardInterrupt at their end: it could leave Python's own locks, those of
+    futures too, locked for ever, and end a change part way. The second Ctrl-C takes effect at once, for what hangs.
     Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
     nothing is done about it.
     In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
@@ -76,23 +75,24 @@ def _holding(method: Method[_P, _T], accepted: tuple[Phase, ...]) -> Method[_P, 
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return holding(self, *args, **kwargs)
-        # With the lock on one line: an exception that a debugger raises between lines would come before its release.
         main = threading.current_thread() is threading.main_thread()
         if not main or _signal.getsignal(_SIGINT) is not signal.default_int_handler:
-            with self._lock: _check(self, method, accepted); return method(self, *args, **kwargs)  # fmt: skip  # noqa: E701,E702
-        came, code = False, sys._getframe().f_code
+            with self._lock:
+                _check(self, method, accepted)
+                return method(self, *args, **kwargs)
+        came = False
 
         def remember(number: int, frame: FrameType | None) -> None:
             nonlocal came
             again, came = came, True
-            while frame is not None and frame.f_code is not code:
-                frame = frame.f_back
-            if again or frame is None:  # without a frame all of this is over, but the handler was not taken back
+            if again:
                 signal.default_int_handler(number, frame)
 
         _signal.signal(_SIGINT, remember)
         try:
-            with self._lock: _check(self, method, accepted); result = method(self, *args, **kwargs)  # fmt: skip  # noqa: E701,E702
+            with self._lock:
+                _check(self, method, accepted)
+                result = method(self, *args, **kwargs)
         finally:
             _signal.signal(_SIGINT, signal.default_int_handler)
         if came:
@@ -110,11 +110,15 @@ def _check(session: Any, method: Callable[..., Any], accepted: tuple[Phase, ...]
         assert session.guard.broken, f"{method.__name__} was called in phase {session.guard.phase.name}"
 
 
+_LOAD = "build the optimizer anew, and load saved state of the model and of the optimizer"
+
+
 class Guard:
     """Of one optimizer.
 
     lock: held by the thread that calls the optimizer; hooks may come from several threads at once.
     phase: of the optimizer; its session sets it.
+    steps: that have begun to change parameters; complete: those of them that are known to have ended as they should.
     working: what has threads of its own. `drain` returns when nothing of that is in flight, before a fork; `after_fork`
         renews the threads in the child; `finish` returns when all has ended, before the interpreter does.
     """
@@ -122,14 +126,15 @@ class Guard:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.phase = Phase.IDLE
+        self.steps = self.complete = 0
         self.working: weakref.WeakSet[Any] = weakref.WeakSet()
         _guards.add(self)
 
     @property
     def broken(self) -> bool:
-        """Whether a change failed or did not come to its end, so that parameters and state do not match.
+        """Whether an exception ended a change, or an update failed, so that parameters and state do not match.
 
-        COMMITTING is such a phase where no change is running: an exception has ended it.
+        COMMITTING is such a phase where no change is running.
         """
         return self.phase in (Phase.BROKEN, Phase.COMMITTING)
 
@@ -137,15 +142,17 @@ class Guard:
         """Raise RuntimeError if a change did not come to its end."""
         if self.broken:
             raise RuntimeError(
-                "an earlier step failed part way, so parameters and state do not match; "
-                "load a checkpoint into the model and into a new optimizer"
+                f"the optimizer is in an undefined state: step {self.complete} was the last complete one, and a change "
+                f"after it failed part way; {_LOAD}"
             )
 
     def failure(self, error: BaseException) -> RuntimeError:
         """The error to raise for one in the middle of a step; from now on the phase is BROKEN."""
         self.phase = Phase.BROKEN
         cause = str(error) or type(error).__name__  # such as MemoryError, which says nothing
-        return RuntimeError(f"the optimizer step failed part way ({cause}); restore a checkpoint before going on")
+        return RuntimeError(
+            f"the optimizer step failed part way ({cause}), and step {self.complete} was the last complete one; {_LOAD}"
+        )
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
@@ -158,10 +165,10 @@ class Guard:
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 renewed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What else has threads or locks of its own: its `renew` is called in a forked child, which does not inherit them."""
+"""Further objects with threads or locks of their own; a forked child, which inherits none, calls `renew` of each."""
 _forking = threading.RLock()
 _held: list[Guard] = []
-"""Those whose lock the thread has that forks."""
+"""The guards whose lock the thread has that forks."""
 
 
 def _before_fork() -> None:
@@ -194,7 +201,7 @@ def _after_fork_in_child() -> None:
 
 
 def all_working() -> list[Any]:
-    """What has threads of its own, of all optimizers."""
+    """The objects with threads of their own, of all optimizers."""
     return [each for guard in list(_guards) for each in list(guard.working)]
 
 

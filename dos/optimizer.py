@@ -31,6 +31,7 @@ from dos.state.record import step_of
 from dos.torch_internals.callers import loads_full_state
 from dos.torch_internals.loading_hooks import after_loading, before_loading
 from dos.torch_internals.modes import disable_dynamo
+from dos.weights.blocks import checked_weights
 from perfmodel import Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 
@@ -202,11 +203,19 @@ class DOSAdam(Optimizer):
 
         Needed only after ``attach``, before reading or writing parameters by hand.
         Raises RuntimeError if a transfer or an update failed, with its cause. Ctrl-C takes effect when all is
-        complete, unless it comes twice.
+        complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
 
-    def attach(self, model: nn.Module, *, activations: float | Literal["auto"] | None = None) -> None:
+    @exclusive
+    def attach(
+        self,
+        model: nn.Module,
+        *,
+        activations: float | Literal["auto"] | None = None,
+        weights: float | Literal["auto"] | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> None:
         """Let updates continue during the next forward of ``model``: ``step()`` returns while the host still updates.
 
         Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for
@@ -218,10 +227,17 @@ class DOSAdam(Optimizer):
 
         activations: how many of the tensors that autograd saves in the model's forward move to the host until backward
         needs them, as in ``offload_activations``; None: none.
+        weights: how many blocks of the model stay on the device: a number as an int, a share from 0 to 1 as a float, or
+            ``"auto"``, as many as the plan says. The weights of all others have their home in pinned host memory, and
+            are on the device only while their block computes. Build the model on the host and the optimizer with
+            ``device="cuda"`` and ``offload_gradients=True``; ``attach`` moves everything where it belongs. None: all
+            weights are where they are, and nothing is moved.
+        blocks: the model's blocks, modules that each run once in a forward; None: its longest ``ModuleList`` of modules
+            of one type. Parameters of no block, or of several, stay on the device.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
         """
         check_model(model, self._session.parameters)
-        self._session.attach(model, checked_amount(activations))
+        self._session.attach(model, checked_amount(activations), checked_weights(weights), blocks)
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
         """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::
@@ -316,8 +332,8 @@ class DOSAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """AdamW's state by parameter, up to date: reading an entry first copies resident state to the host.
 
-        Raises RuntimeError if a step failed or was interrupted part way, so that no state is read that is torn. Reading
-        an entry raises dos.disk.DiskError if something else has changed its state on disk.
+        Raises RuntimeError if a change failed part way, so that no state is read that is torn. Reading an entry raises
+        dos.disk.DiskError if something else has changed its state on disk.
         """
         self._session.guard.check()
         return self._session.reconciler.state
@@ -438,8 +454,10 @@ class DOSAdam(Optimizer):
         is missing if the iteration was shorter than the model believes possible: its rates are not the machine's.
         ``memory_free_bytes``, ``memory_total_bytes``, ``memory_held_bytes``, ``memory_for_state_bytes``: of the
         device, when the step had ended. ``host_held_bytes``: of the host. ``disk_held_bytes``: of state on disk.
-        ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a forward: by the plan
-        with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned for them.
+        ``blocks_on_device``, ``weight_bytes_fetched``: where weights stream, the blocks that stay, and the bytes that a
+        forward fetches. ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a
+        forward: by the plan with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned
+        for them.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """
@@ -461,7 +479,7 @@ class DOSAdam(Optimizer):
 
     @staticmethod
     def _rule(master_weights: bool, state_format: str | None) -> Rule:
-        """What an update is."""
+        """The rule of updates."""
         return AdamW(master_weights, state_format)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:

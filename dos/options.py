@@ -47,7 +47,7 @@ class Options:
         return self.policy == RESIDENT or (shared and self.policy == ADAPTIVE)
 
     def policy_on(self, device: Device) -> Policy:
-        """What makes the plans for a device. Raises ValueError for choices that its memory has no use for."""
+        """The policy that makes a device's plans. Raises ValueError for choices that its memory has no use for."""
         if not self.never_leaves(device):
             return resolve_policy(self.policy)
         if self.disk:
@@ -58,7 +58,7 @@ class Options:
         return resolve_policy(RESIDENT)
 
     def agreed(self) -> dict[str, str]:
-        """What all ranks must have chosen alike, by name."""
+        """The settings that all ranks must have chosen alike, by name."""
         return {
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
             "offload_gradients": str(self.offload_gradients),
@@ -111,7 +111,7 @@ class Options:
 
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    """What users pass as `disk`. Raises TypeError, ValueError for an empty name."""
+    """Folders from what users pass as `disk`. Raises TypeError, ValueError for an empty name."""
     found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.offload import Amount, Surrounding
 from dos.backward import Backward
-from dos.devices import Device
+from dos.devices import Device, Job
 from dos.gradients.clipping import Clipping
 from dos.gradients.scaling import amp_scale
 from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
@@ -39,6 +39,9 @@ from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation, Prepared
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
+from dos.weights.blocks import Amount as BlocksStaying
+from dos.weights.homes import WeightHomes
+from dos.weights.stream import stream_of
 from perfmodel import Op
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class Session:
 
     groups: the optimizer's.
     attachment: the model whose next forward updates run into, if any.
+    weights: the model's blocks whose weights stream, if any do.
     ledger: where state is, and what is in flight.
     on_device: backward and the plans on the accelerator; None until a parameter there is met.
     """
@@ -75,6 +79,7 @@ class Session:
         self.on_device: Backward | None = None
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
+        self.weights: WeightHomes | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
@@ -89,7 +94,7 @@ class Session:
 
     @property
     def parameters(self) -> Iterator[Tensor]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         return (p for group in self.groups for p in group["params"])
 
     @property
@@ -132,6 +137,8 @@ class Session:
             )
         # The host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
+        if self.weights is not None:
+            self.weights.stream.free_all()  # what was fetched in vain would be older than what the step makes
         try:
             self.registry.agree(self.groups)
             if not self.reconciler.state and makes_state():
@@ -148,15 +155,15 @@ class Session:
                 self._commit(ready)
             if self.on_device is not None:
                 self.on_device.end(skipped=amp.skip)
+            self.guard.phase = Phase.IDLE
+            # With a model attached its hooks order the caller, while updates run on into the forward.
+            if self.attachment is None or not self.ledger.running:
+                self._hand_over()
         except BaseException:
             self.reconciler.withdraw()
             with contextlib.suppress(Exception):  # the error that is raised already came first
                 self._settle()
             raise
-        self.guard.phase = Phase.IDLE
-        if self.attachment is None:
-            # With a model attached its hooks order the caller, while updates run on into the forward.
-            self._hand_over()
         if self.on_device is not None:
             # The caller goes on with the next forward: another iteration begins.
             self.ledger.trim()
@@ -213,6 +220,9 @@ class Session:
         departures, subgroups = on_device.departures, registry.accelerated
         facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
         plan = on_device.decide(facts)
+        if self.weights is not None and not self.weights.follow(plan.blocks_on_device):
+            facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for others
+            plan = on_device.decide(facts)
         subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
         if registry.offloaded.enabled:  # gradients that came in backward may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
@@ -247,7 +257,7 @@ class Session:
         """
         registry, (active, updates, prepared) = self.registry, ready
         with self.guard.change():
-            # Before there is anything to wait for: an interruption from here on leaves work in flight.
+            self.guard.steps += 1
             late = [s for s in registry.on_host if s in updates and self.attachment is not None and s.sharded]
             now = [s for s in registry.on_host if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
@@ -316,21 +326,16 @@ class Session:
 
         Blocks for updates on the host, and for memory that must be back. The next call raises later failures.
         """
-        if self.on_device is None or not self.on_device.device.queues:
+        if self.on_device is None or not self.on_device.device.queues or self.ledger.step is None:
             self._settle()
             return
-        try:
-            self.ledger.order_caller()
-        except BaseException:  # interrupted, too: no hook would make up for it
-            with contextlib.suppress(Exception):  # the error that is raised says that the step failed
-                self._settle()
-            raise
+        self.ledger.order_caller()
         self.registry.written(self.ledger.unfinished)
         self.ledger.pending = {}
 
     @entry(*ANY)
     def synchronize(self) -> None:
-        """Block until the last step is complete. Ctrl-C takes effect then, unless it comes twice."""
+        """Block until the last step is complete."""
         self._settle()
 
     def _settle(self) -> None:
@@ -342,9 +347,9 @@ class Session:
                 self.on_device.decisions.pace.read()
             self.registry.written(self.ledger.unfinished)
         except Exception:
-            self.ledger.pending = {}
+            self.ledger.pending = {}  # nothing of it runs any more, and no hook has to wait
             raise
-        self.ledger.pending = {}  # not before: an interrupted wait is made up for
+        self.ledger.pending = {}  # after the wait: what Ctrl-C has ended is waited for by the next call
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Called by a hook before these parameters are used: wait for their updates, and no others."""
@@ -425,11 +430,12 @@ class Session:
         """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
         on_device = self.on_device
         if on_device is not None:
-            if on_device.activations.in_use and parameter.grad is not None:
-                on_device.device.count(local(parameter.grad))
+            leaf = self.registry.leaf(parameter)
+            if on_device.activations.in_use and leaf.grad is not None:
+                on_device.device.count(local(leaf.grad))
             if on_device.device.capturing():
                 if self.registry.offloaded.enabled:
-                    parameter.grad = None  # the graph that would compute it will not be
+                    leaf.grad = None  # the graph that would compute it will not be
                     raise RuntimeError(
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
                         "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
@@ -463,11 +469,11 @@ class Session:
                 return
             if not self.registry.offloaded.enabled:
                 on_device.send(record)
-            elif parameter.grad is not None:
+            elif record.leaf.grad is not None:
                 with torch.no_grad():
                     self._take(record, in_backward=True)
         except BaseException:
-            # The hook may have stopped between a copy and its note: all is cancelled, and the step sends it anew.
+            # A copy that raised may run in part. All is cancelled, and the step sends it anew.
             on_device.abandon()
             raise
 
@@ -508,7 +514,7 @@ class Session:
         if not self.registry.offloaded.enabled or self.on_device is None:
             return
         for record, _ in active:
-            if record.arena.accelerated and record.parameter.grad is not None:
+            if record.arena.accelerated and record.leaf.grad is not None:
                 self._take(record, in_backward=False)
 
     def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
@@ -575,20 +581,87 @@ class Session:
 
     # The model, and user code.
 
-    def attach(self, model: nn.Module, amount: Amount | None) -> None:
-        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile."""
+    def attach(
+        self,
+        model: nn.Module,
+        amount: Amount | None,
+        weights: BlocksStaying | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> None:
+        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile.
+
+        weights: how many of its blocks stay on the device; None: all, and nothing is moved.
+        """
         # Only hooks of the model before wait for updates in flight, and these hooks are taken away.
         self.synchronize()
         self._look_for_device()
+        if weights is not None:
+            self.weights = self._move_in(model, weights, blocks)
+        elif stream_of(model) is not None:
+            raise ValueError(
+                "the weights of this model stream between host and device; pass weights= again, such as weights='auto'"
+            )
         before, self.attachment = self.attachment, Attachment(model, self, amount)
         if before is not None:
             before.detach()
         self._attach_device()
 
+    @entry(*UNBROKEN)
+    def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightHomes:
+        """Move the model's blocks into their homes, and let them stream. Raises as `WeightHomes.move_in`."""
+        device = self.registry.devices.open()
+        if device is None:
+            raise ValueError(
+                "weights= moves weights between host and accelerator, and this optimizer has none; build it with "
+                "device='cuda'"
+            )
+        if device.shares_host_memory:
+            raise ValueError(
+                f"{device} shares the host's memory, so that weights have nowhere to go; leave weights= out"
+            )
+        if not self.registry.offloaded.enabled:
+            raise ValueError(
+                "weights= needs offload_gradients=True: gradients of weights that are on the host cannot stay on the "
+                "device; build the optimizer with offload_gradients=True"
+            )
+        self._set_up_device()
+        self._bring_home()
+        homes = WeightHomes(device, self.registry, weights)
+        homes.move_in(model, blocks, self.groups, self, self._lock)
+        return homes
+
+    def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
+        """Called before weights are fetched from the host: what the device must wait for. wait: as `Ledger.updates`."""
+        if not self.ledger.pending:
+            return ()
+        return self.ledger.updates(self.registry.subgroups_of(parameters), wait=wait)
+
+    def finish_homes(self, parameters: Sequence[Tensor]) -> None:
+        """Called before user code reads parameters where weights stream: they are as the last step makes them then.
+
+        Blocks for those that are on the host.
+        """
+        if self.ledger.pending:
+            self._finish_homes(parameters)
+
+    @entry(*ANY)
+    def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
+        at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
+        for job in self.ledger.updates(at_home, wait=True) or ():
+            job.wait()
+        self._join(parameters)
+
+    def give_way(self, nbytes: int) -> None:
+        """Called when a block is needed for which the device has no memory: state moves off the device."""
+        self._give_way(nbytes)
+
     def _attach_device(self) -> None:
         """Let the device know of the attachment, if there are both."""
         if self.on_device is not None and self.attachment is not None:
             self.on_device.attached = True
+            if self.weights is not None:
+                self.attachment.homes = self.weights.stream.homes
+                self.on_device.stream_weights(self.weights)
             self.attachment.surround(self.on_device.activations)
 
     def _look_for_device(self) -> None:
@@ -606,7 +679,7 @@ class Session:
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
 
-    @entry(*ANY)
+    @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Have this state and these groups, both or neither."""
         gone = self.reconciler.without_room(groups)

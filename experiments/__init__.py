@@ -1,4 +1,4 @@
-"""What reproduces the paper (`paper`), measures us (`bench`) and checks a machine (`check`); README.md lists all."""
+"""Commands that reproduce the paper (`paper`), measure us (`bench`) and check a machine (`check`); see README.md."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the experiments' command lines share."""
+"""Options and tables that the experiments' commands share."""
 
 from __future__ import annotations
 
@@ -22,20 +22,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
-    def add_count(self, name: str, default: int | None, what: str, *, formerly: str = "") -> None:
-        """An option that is a whole number of 1 or more. formerly: what it was called, which still works."""
+    def add_count(self, name: str, default: int | None, what: str) -> None:
+        """An option that is a whole number of 1 or more."""
         shown = what if default is None else f"{what} ({default})"
         self.add_argument(f"--{name}", type=positive, default=default, help=shown)
-        if formerly:
-            suppressed = argparse.SUPPRESS
-            self.add_argument(f"--{formerly}", dest=name, type=positive, default=suppressed, help=suppressed)
 
-    def add_out(self, default: str | None, what: str = "folder for what is written", *, formerly: str = "") -> None:
-        """The option `--out`. formerly: what it was called, which still works."""
+    def add_out(self, default: str | None, what: str = "folder for what is written") -> None:
+        """The option `--out`."""
         shown = f"{what} ({default})" if default else what
         self.add_argument("--out", type=Path, default=default and Path(default), help=shown)
-        if formerly:
-            self.add_argument(f"--{formerly}", dest="out", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def add_json(self) -> None:
         """The option `--json`."""

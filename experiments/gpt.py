@@ -1,4 +1,4 @@
-"""What is trained: a GPT over bytes or tokens, of any size, and a text as bytes.
+"""A GPT over bytes or tokens, of any size, and a text as bytes, on which it is trained.
 
 The GPT has pre-norm blocks, causal attention, and an embedding tied to the output.
 """

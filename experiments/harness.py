@@ -1,7 +1,7 @@
 """Measures side by side: contestants take turns, figures are medians, limits are values, one line of JSON ends it.
 
 with measuring(arguments.json) as (console, progress):
-    seconds = take_turns({"ours": ours, "theirs": theirs}, rounds=5, warm_up=1)
+    seconds = take_turns({"ours": ours, "theirs": theirs}, batches, warm_up=1)
 rows = [{"ours_s": medians(seconds)["ours"], "over_theirs": ratio(seconds["ours"], seconds["theirs"])}]
 limits = [Limit.at_most("slower than theirs", rows[0]["over_theirs"], 1.05)]
 return finish({"rows": rows}, console, arguments.json, limits)
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+S = TypeVar("S")
 T = TypeVar("T")
 Progress = Callable[[str], object]
 """Shows people what is being measured."""
-Contestant = Callable[[int], T]
-"""One turn. It takes the number of the round, from 0 on with those that warm up, and returns what was measured."""
 
 FILE_WIDTH = 170
 """Columns of tables that are not shown on a terminal, so that files have them whole."""
@@ -39,8 +38,8 @@ class Dropped(Exception):  # noqa: N818  (not an error: the others go on)
 
 
 def take_turns(
-    contestants: Mapping[str, Contestant[T]],
-    rounds: int,
+    contestants: Mapping[str, Callable[[S], T]],
+    rounds: Sequence[S],
     *,
     warm_up: int = 0,
     mirrored: bool = False,
@@ -49,14 +48,15 @@ def take_turns(
 ) -> dict[str, list[T]]:
     """Results of all contestants by name, round by round: one turn each in every round, so that noise falls on all.
 
-    warm_up: rounds before those that count. mirrored: each round is gone through forth and back, so each contestant has
-    two results of it. left: seconds that remain; no round is begun that would take longer, and no turn after them.
-    on_turn: is called with a contestant's name before its turn.
+    rounds: the argument of each round; every contestant is called with it, and returns what was measured.
+    warm_up: rounds at the beginning that do not count. mirrored: each round is gone through forth and back, so each
+    contestant has two results of it. left: seconds that remain; no round is begun that would take longer, and no turn
+    after them. on_turn: is called with a contestant's name before its turn.
     """
     found: dict[str, list[T]] = {name: [] for name in contestants}
     playing = list(contestants)
     longest_s = 0.0
-    for number in range(warm_up + rounds):
+    for number, given in enumerate(rounds):
         if number and left() < 1.1 * longest_s:
             break
         begin = time.perf_counter()
@@ -65,7 +65,7 @@ def take_turns(
                 continue
             on_turn(name)
             try:
-                result = contestants[name](number)
+                result = contestants[name](given)
             except Dropped:
                 playing.remove(name)
                 continue

@@ -28,7 +28,7 @@ def without_fixed_costs(profile: HardwareProfile) -> HardwareProfile:
 
 
 def equal_subgroups(numel: int, size: int, **workload: Any) -> Workload:
-    """So many parameters in subgroups of one size, but for the last. workload: of `Workload.of_sizes`, besides."""
+    """`numel` parameters in subgroups of one size, but for the last. workload: of `Workload.of_sizes`, besides."""
     return Workload.of_sizes([min(size, numel - first) for first in range(0, numel, size)], **workload)
 
 

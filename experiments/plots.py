@@ -30,6 +30,7 @@ OPS = {
     Op.FLUSH: ("state to host", "#d1603d"),
     Op.SAVE: ("activations to host", "#8f5fae"),
     Op.RESTORE: ("activations to device", "#c3a6d8"),
+    Op.WEIGHTS: ("weights to device", "#4fa8c9"),
     Op.READ: ("state from disk", "#6b7f3a"),
     Op.WRITE: ("state to disk", "#a8552f"),
 }

@@ -76,7 +76,7 @@ class AdaptivePlanner:
             self._plan = self._choose(workload, self._answers)
 
     def _answers_for(self, workload: Workload, profile: HardwareProfile) -> Answers:
-        """Those that there are, if they are for the same workload but for memory."""
+        """The present answers, if they are for the same workload but for memory."""
         slow = dataclasses.replace(
             workload,
             peak_free_bytes=math.inf,
@@ -96,8 +96,8 @@ class AdaptivePlanner:
         best, earlier = answers.best(workload), self._earlier
         plan = best.division.plan(workload, best.on_cpu)
         if earlier is not None and set(plan.placements) != {Placement.GPU_RESIDENT}:
-            kept = (earlier.division.slots, earlier.division.residents)
-            alike = [each for each in divisions(workload) if (each.slots, each.residents) == kept]
+            kept = earlier.division.slots, earlier.division.residents, earlier.division.blocks
+            alike = [each for each in divisions(workload) if (each.slots, each.residents, each.blocks) == kept]
             most = best.cost + self._tolerance * max(best.cost, UNSEEN * (answers.compute_s + best.cost))
             for division in (earlier.division, *alike):
                 before = division.plan(workload, earlier.on_cpu)

@@ -27,7 +27,7 @@ WORTHWHILE = 0.01
 
 
 class Choice(NamedTuple):
-    """What a plan is made of: a division of memory, and how many subgroups the CPU updates.
+    """The parts of a plan: a division of memory, and how many subgroups the CPU updates.
 
     cost: seconds by which it makes the iteration longer.
     """
@@ -51,13 +51,16 @@ class Answers:
         self.compute_s = self._scope.compute_s(workload)
         self._balance = Balance(workload, profile)
         self._known: dict[Division, _Answer] = {}
+        self._waits: dict[tuple[frozenset[int], int], float] = {}
+        self._asked: Workload | None = None
+        self._some: list[Division] = []
 
     def best(self, workload: Workload) -> Choice:
         """The best for this memory; all state on the GPU where that is about as good.
 
         A division that was not simulated must be better by more than the closed form may be wrong.
         """
-        best = min(self._choices(_judged(workload)), key=self._doubted)
+        best = min(self._choices(self._judged(workload)), key=self._doubted)
         if not fits(workload):
             return best
         simulated = self._known[best.division].simulated
@@ -88,12 +91,14 @@ class Answers:
         """Simulate plans for this memory, so many tasks or one plan; whether there is nothing more to find."""
         if len(workload.subgroups) > MOST_SIMULATED:
             return True
-        some, simulator, last = _judged(workload), Simulator(workload, self.profile, self._scope), 0
-        amounts = [division.activation_bytes for division in some]
-        # With as little and with as much of the saved tensors on the host as can be, besides: where all others are
-        # streamed, the closed form may be wrong by more than its usual error.
-        extremes = sorted({min(amounts), max(amounts)}) if len(set(amounts)) > 1 else []
-        groups = [some, *([d for d in some if d.activation_bytes == extreme] for extreme in extremes)]
+        some, simulator, last = self._judged(workload), Simulator(workload, self.profile, self._scope, self._waits), 0
+        # With as little and with as much of the saved tensors on the host as can be, and of the weights, besides: where
+        # all others are streamed, the closed form may be wrong by more than its usual error.
+        groups = [some]
+        for amount in (attrgetter("activation_bytes"), lambda division: len(division.blocks)):
+            amounts = {amount(division) for division in some}
+            extremes = sorted({min(amounts), max(amounts)}) if len(amounts) > 1 else []
+            groups += [[d for d in some if amount(d) == extreme] for extreme in extremes]
         while simulator.tasks + last <= tasks:
             before = simulator.tasks
             found = next(filter(None, map(self._next, groups)), None)
@@ -119,6 +124,17 @@ class Answers:
         answers = zip(some, self._of(some), strict=True)
         return [Choice(each.cost(each.on_cpu), division, each.on_cpu) for division, each in answers]
 
+    def _judged(self, workload: Workload) -> list[Division]:
+        """Divisions that can be compared: without compute times, those of which as little leaves as has to."""
+        if self._asked is not workload:
+            some = divisions(workload)
+            if not (workload.forward_s and workload.backward_s):
+                some = [d for d in some if d.activation_bytes == some[0].activation_bytes]
+                most = max(len(d.blocks) for d in some)
+                some = [d for d in some if len(d.blocks) == most]
+            self._asked, self._some = workload, some
+        return self._some
+
     def _of(self, some: Sequence[Division]) -> list[_Answer]:
         missing = [division for division in some if division not in self._known]
         if missing:
@@ -127,13 +143,6 @@ class Answers:
             # Where all state could stay on the GPU, that is what others are compared with.
             self._known |= {d: _Answer(row, [0] if len(d.residents) == n else []) for d, row in rows}
         return [self._known[division] for division in some]
-
-
-def _judged(workload: Workload) -> list[Division]:
-    """Divisions that can be compared: without compute times, those of which as little leaves as has to."""
-    some = divisions(workload)
-    known = workload.forward_s and workload.backward_s
-    return some if known else [d for d in some if d.activation_bytes == some[0].activation_bytes]
 
 
 class _Answer:

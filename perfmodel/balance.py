@@ -13,11 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from perfmodel.compute import backward_pieces, forward_pieces
 from perfmodel.demand import Demand, demand, operation_demand
 from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, DISK_READ, DISK_WRITE, H2D, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
+from perfmodel.timeline import Op
+from perfmodel.weights import WeightFetches
 from perfmodel.workload import SubgroupLoad, Workload
 
 LANES = {
@@ -30,9 +33,9 @@ LANES = {
 """The lanes that share host DRAM, each with the stream whose traffic stands for it; the disk's last."""
 UP, DOWN = 1, 2
 """The places of H2D and D2H among them."""
-COLUMNS = len(Stream) + 1
-RETURNED = len(Stream)
-"""The column behind those of the streams: offloaded gradients that come up again."""
+COLUMNS = len(Stream) + 2
+RETURNED, HOME = len(Stream), len(Stream) + 1
+"""The columns behind those of the streams: offloaded gradients that come up again, and weights that go home."""
 TIE = 1e-3
 """Of two plans that take equally long, the one whose lanes are busy for less is better by this share of the time."""
 
@@ -71,6 +74,10 @@ class Balance:
         kinds = {load: self._seconds(load) for load in set(workload.subgroups)}
         self._each = np.array([kinds[load] for load in workload.subgroups])
         """By subgroup and stream: seconds alone."""
+        streams = {load: self._seconds(load, streams=True) for load in kinds} if workload.blocks else kinds
+        self._streams = np.array([streams[load] for load in workload.subgroups]) - self._each
+        """The seconds that are added if its weights are on the host."""
+        self._fetches: dict[frozenset[int], tuple[float, float, float, float]] = {}
         self._spills = math.isfinite(workload.host_free_bytes)
         typical = self._demands(max(workload.subgroups, key=lambda load: load.numel))
         lanes = list(LANES.items())[: None if self._spills else -2]
@@ -93,8 +100,13 @@ class Balance:
         gpu = residents + mix.streamed_s(Stream.GPU)
         one = np.array([[division.slots == 1] for division in divisions])
         saved_up, saved_down, stall = self._saved(divisions)
-        filled = np.minimum(mix.slots * prefetch, np.maximum(0.0, work.backward_s - saved_up))
+        fetch, weights_up, back_waits, forward_waits = self._weights(divisions)
+        filled = np.minimum(mix.slots * prefetch, np.maximum(0.0, work.backward_s - saved_up - weights_up))
         piles = self._piles(mix, one, filled)
+        if work.blocks and work.backward_s:
+            stall = np.maximum(stall, np.maximum(back_waits, saved_up + weights_up - work.backward_s))
+        if work.blocks and work.forward_s:
+            piles[..., UP] += weights_up
         ends = self._worn_down(piles, one.astype(int))
 
         # With several slots, prefetches and flushes always run beside each other; with one, never.
@@ -117,8 +129,12 @@ class Balance:
         seconds = np.maximum.reduce(np.broadcast_arrays(*times))
         if work.forward_s:
             # Its last piece waits for the last parameters; updates on the GPU take turns with it.
-            seconds = np.maximum(seconds + work.forward_s / len(work.subgroups), gpu + work.forward_s)
+            last = work.forward_s / len(work.subgroups) + fetch
+            seconds = np.maximum(seconds + last, gpu + work.forward_s + forward_waits)
             seconds = np.maximum(seconds, downs + saved_down) - work.forward_s
+        if work.micro_batches > 1 and work.forward_s and work.backward_s:
+            forward_waits = np.maximum(forward_waits, np.maximum(saved_down, weights_up) - work.forward_s)
+            seconds = seconds + (work.micro_batches - 1) * (stall + forward_waits)
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & (mix.slots == 0), np.inf, seconds)
 
@@ -126,13 +142,18 @@ class Balance:
         on_cpu = demand(Placement.CPU, load, self._profile, on_disk=True)
         return on_cpu | demand(Placement.GPU_STREAMED, load, self._profile)
 
-    def _seconds(self, load: SubgroupLoad) -> list[float]:
+    def _seconds(self, load: SubgroupLoad, *, streams: bool = False) -> list[float]:
         found = [0.0] * COLUMNS
         for stream, each in self._demands(load).items():
             found[stream] = each.seconds
         if load.returned_bytes:  # it is on the host in any case
             found[Stream.GRADIENT] = 0.0
-            found[RETURNED] = operation_demand(Stream.PREFETCH, load.returned_bytes, load, self._profile).seconds
+            weights = load.parameter_bytes * streams
+            returned = operation_demand(Stream.PREFETCH, load.returned_bytes + weights, load, self._profile)
+            found[RETURNED] = returned.seconds
+        if streams:
+            found[Stream.PARAMETER] = 0.0
+            found[HOME] = operation_demand(Stream.FLUSH, load.parameter_bytes, load, self._profile).seconds
         return found
 
     def _mix(self, divisions: Sequence[Division]) -> _Mix:
@@ -140,6 +161,9 @@ class Balance:
         held = np.zeros((len(divisions), n))
         for row, division in zip(held, divisions, strict=True):
             row[list(division.residents)] = 1.0
+        streams = np.zeros_like(held)
+        for row, division in zip(streams, divisions, strict=True):
+            row[list(self._workload.streaming(division.blocks))] = 1.0
         residents = held.sum(axis=1, keepdims=True)
         on_cpu = np.arange(sum(load.on_cpu for load in self._workload.subgroups) + 1.0)[None, :]
         of_others = np.minimum(on_cpu, n - residents)
@@ -150,8 +174,8 @@ class Balance:
             staying=residents - (on_cpu - of_others),
             of_residents=on_cpu - of_others,
             slots=np.minimum([[division.slots] for division in divisions], streamed),
-            other=((1 - held) @ self._each) / np.maximum(n - residents, 1),
-            resident=(held @ self._each) / np.maximum(residents, 1),
+            other=((1 - held) @ self._each + (1 - held) * streams @ self._streams) / np.maximum(n - residents, 1),
+            resident=(held @ self._each + held * streams @ self._streams) / np.maximum(residents, 1),
         )
 
     def _piles(self, mix: _Mix, one: np.ndarray, filled: np.ndarray) -> np.ndarray:
@@ -161,14 +185,14 @@ class Balance:
         # The last gradient has nothing left beside which to leave. Those of state on disk wait for a window.
         early = np.minimum(gradients * (1 - on_disk), work.backward_s * (1 - 1 / len(self._each)))
         prefetches, flushes = mix.streamed_s(Stream.PREFETCH), mix.streamed_s(Stream.FLUSH)
-        returned = mix.streamed_s(RETURNED) + mix.staying * mix.resident[:, [RETURNED]]
+        returned, home = (mix.streamed_s(s) + mix.staying * mix.resident[:, [s]] for s in (RETURNED, HOME))
         # One slot is filled, updated and emptied in turn, as if that had one lane; parameters only wait for filling.
         cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes
         meet = mix.other[:, [Stream.PREFETCH]] / np.maximum(self._cycle(mix), 1e-300)
         found = [
             mix.on_cpu_s(Stream.CPU),
-            np.where(one, cycles + parameters * meet, prefetches + parameters) + returned - filled,
-            gradients - early + np.where(one, 0.0, flushes),
+            np.where(one, cycles + parameters * meet + home, prefetches + parameters) + returned - filled,
+            gradients - early + np.where(one, 0.0, flushes + home),
         ]
         if self._spills:
             found += [on_disk * (mix.on_cpu_s(s) + mix.streamed_s(s)) for s in (Stream.READ, Stream.WRITE)]
@@ -200,6 +224,33 @@ class Balance:
             found[nbytes] = total / self._profile.h2d_bandwidth, total / self._profile.d2h_bandwidth, stall
         up, down, stalls = np.array([found[division.activation_bytes] for division in divisions]).T[..., None]
         return up, down, stalls
+
+    def _weights(self, divisions: Sequence[Division]) -> np.ndarray:
+        """Of one pass: seconds of the longest fetch of weights, of all, and for which backward and forward wait."""
+        for blocks in {division.blocks for division in divisions} - self._fetches.keys():
+            self._fetches[blocks] = self._fetching(blocks) if self._workload.blocks else (0.0,) * 4
+        return np.array([self._fetches[division.blocks] for division in divisions]).T[..., None]
+
+    def _fetching(self, on_device: frozenset[int]) -> tuple[float, float, float, float]:
+        """The same for one division, by a schedule of compute and fetches alone."""
+        work, ends, free = self._workload, list[float](), {Stream.COMPUTE: 0.0, Stream.WEIGHTS: 0.0}
+        each_s = dict(zip((Op.BACKWARD, Op.FORWARD), work.seconds_by_size, strict=True))
+        each_s[Op.WEIGHTS] = 1 / self._profile.h2d_bandwidth_duplex
+
+        def add(what: tuple[Op, Stream], subgroup: int | None, size: int, after: tuple[int, ...]) -> int:
+            op, stream = what
+            free[stream] = max([free[stream], *(ends[task] for task in after)]) + each_s[op] * size
+            ends.append(free[stream])
+            return len(ends) - 1
+
+        weights = WeightFetches(add, work, on_device)
+        backward_pieces(add, work, 0, weights)
+        backward = free[Stream.COMPUTE]
+        weights.begin(backward=False, updated=True)
+        forward_pieces(add, work, 0, [(part, size, ()) for part, size in work.runs], weights)
+        streamed = [block.nbytes for b, block in enumerate(work.blocks) if b not in on_device]
+        most, every = (nbytes / self._profile.h2d_bandwidth for nbytes in (max(streamed, default=0), sum(streamed)))
+        return most, every, backward - work.backward_s, free[Stream.COMPUTE] - backward - work.forward_s
 
     def _worn_down(self, piles: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """When each lane is through, in seconds. kind: of speeds, by row."""

@@ -57,7 +57,10 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
         disk            the parts of each subgroup on disk
         reading, writing, both      the time for which the disk reads, writes or does both, after backward
         ahead           windows that are filled before that, in seconds of reading
-        T               the time after backward; it and `stall` are minimised
+        weights         the share of the blocks' weights that streams
+        spared          parameters that the CPU has updated and that stay with it for that, in seconds of H2D
+        others          time for which compute waits in the other micro-batches
+        T               the time after backward; it, `stall` and `others` are minimised
 
     The constraints are the rows of `_solve`, where each has its name. The capacity of a lane is the sum of its speeds
     over all those sets of lanes, each times its t or u.
@@ -98,12 +101,15 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
 
     each, spills = workload.subgroups[0], math.isfinite(workload.host_free_bytes)
     saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
-    speeds = _speeds_by_busy_lanes(costs, saves, profile)
+    fetches = [operation_demand(Stream.WEIGHTS, block.nbytes, each, profile) for block in workload.blocks]
+    speeds = _speeds_by_busy_lanes(costs, saves, fetches, profile)
     cpu, h2d, d2h = speeds.T
     before = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
     after = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
     one = dict.fromkeys(("early", "filling", "first", "T", "away", "stall", "reading", "writing", "both", "ahead"), 1)
     sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one | {"disk": n}
+    if workload.blocks:
+        sizes |= dict.fromkeys(("weights", "spared", "others"), 1)
 
     def row(**coefficients: np.ndarray | float) -> np.ndarray:
         return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
@@ -115,8 +121,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     fitting = math.floor(room) if math.isfinite(room) else math.inf
     slowest = max(c[Stream.PREFETCH].seconds for c in costs)
     fill = min(fitting, float(counts.sum())) * slowest
-    gpu, flush, prefetch, gradient = (
-        total(stream) for stream in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT)
+    gpu, flush, prefetch, gradient, parameter = (
+        total(s) for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT, Stream.PARAMETER)
     )
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
@@ -124,19 +130,29 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     gone = peak_room(workload.activations, int(least))  # of peak_free_bytes already
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
     saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
+    blocks = sorted(block.nbytes for block in workload.blocks)
+    weight_bytes = sum(blocks)
+    compute_s = workload.forward_s + workload.backward_s
+    fetch = weight_bytes / profile.h2d_bandwidth
+    fetch_forward, fetch_backward = (fetch * (phase is Phase.OVERLAPPED) for phase in (scope.forward, scope.backward))
+    fetch_slowly = sum(one.seconds for one in fetches) / h2d[h2d > 0].min()
+    # The most that is there yet when a pass begins, and need not come for it.
+    there = sum(blocks[-workload.weight_window :]) / profile.h2d_bandwidth if blocks else 0.0
+    streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
+    streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
     # Each with what it may not exceed.
     rows = {
         # Work of the CPU and of the links, in the time for which they are busy or beside backward.
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
-        "H2D": (row(x=total(Stream.PARAMETER), y=prefetch, t=-h2d, u=-h2d, filling=-1), 0.0),
+        "H2D": (row(x=parameter, y=prefetch, t=-h2d, u=-h2d, filling=-1, weights=fetch_forward, spared=-1), 0.0),
         "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
         "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1, away=saved), 0.0),
         "streaming down": (row(y=flush, u=-d2h, away=saved), 0.0),
         # Beside backward, which waits no longer than saved tensors take to come back.
         "backward, D2H": (row(early=1, stall=-1), before),
-        "backward, H2D": (row(filling=1, away=back, stall=-1), before),
-        "stall": (row(away=-back, stall=1), 0.0),
+        "backward, H2D": (row(filling=1, away=back, weights=fetch_backward, stall=-1), before + there),
+        "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, early=1), 0.0),
         # The GPU updates residents first; what is streamed comes after them, the forward at the end.
@@ -146,6 +162,12 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "fetching": (row(y=prefetch, z=together, first=-1, T=-1), after),
         "filling": (row(filling=1, first=-1), 0.0),
     }
+    staying = weight_bytes / scale
+
+    def beside_weights(free: float) -> float:
+        """The free memory that is left if all weights stay; no less than those of blocks that have to."""
+        return max(free - staying, -streams_most * staying) if workload.blocks else free
+
     read, write = total(Stream.READ), total(Stream.WRITE)
     windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
     unwritten = windows_written * workload.reverses
@@ -157,17 +179,34 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
         on_disk = total(Stream.READ, Stream.WRITE, part=1) / host if spills else 0.0
         ahead = {"early": -down, "filling": -up, "away": saved * down, "ahead": -profile.disk_read_bandwidth / host}
+        ahead |= {"weights": fetch_forward * up, "spared": -up}
         kept = unwritten * profile.disk_write_bandwidth / host
         rows["host DRAM"] = row(x=on_cpu, y=streamed, disk=on_disk, T=-1, **ahead), after + kept
         rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
     if 0 < fitting < math.inf:
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
     if math.isfinite(workload.peak_free_bytes):
-        rows["memory"] = row(z=held, away=-1), (workload.peak_free_bytes - gone) / scale
+        limit = beside_weights((workload.peak_free_bytes - gone) / scale)
+        rows["memory"] = row(z=held, away=-1, weights=-staying), limit
     if math.isfinite(shared):
         slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
         more = float(workload.shares_peak)
-        rows["memory, shared"] = row(z=held, first=slot, away=-more), (shared - more * gone) / scale
+        limit = beside_weights((shared - more * gone) / scale)
+        rows["memory, shared"] = row(z=held, first=slot, away=-more, weights=-staying), limit
+    if workload.blocks:
+        # Of each block's parameters and fetches only the bytes are known to be in proportion.
+        upload_s = dict(zip(classes, parameter / counts, strict=True))
+        spared = (
+            sum(upload_s[i] for i in workload.subgroups[b.start : b.stop]) / max(b.nbytes, 1) for b in workload.blocks
+        )
+        rows["spared"] = row(spared=1, weights=-max(spared) * weight_bytes), 0.0
+        rows["spared, CPU"] = row(spared=1, x=-parameter), 0.0
+    if workload.blocks and Phase.ABSENT not in (scope.backward, scope.forward):
+        others = workload.micro_batches - 1
+        rows["micro-batches"] = (
+            row(weights=2 * others * fetch, away=others * back, others=-1),
+            others * (compute_s + 2 * there),
+        )
     if spills:
         held_on_host = [load.host_bytes for load in classes]
         taken = counts * np.array(held_on_host)
@@ -188,7 +227,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         }
     program = partial(
         scipy.optimize.linprog,
-        row(T=1, stall=1),
+        row(T=1, stall=1, others=1),
         A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
         b_ub=np.array([limit for _, limit in rows.values()]),
         A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
@@ -199,7 +238,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         + [(0.0, None)] * (2 * len(speeds))
         + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)]
         + [(last_read, None), (first_written, None), (0.0, None), (0.0, windows_read)]
-        + [(0.0, 1.0)] * n,
+        + [(0.0, 1.0)] * n
+        + [(streams_least, streams_most), (0.0, None), (0.0, None)] * bool(workload.blocks),
         method="highs",
     )
     solution = program()
@@ -233,7 +273,7 @@ def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
 
 
 def _speeds_by_busy_lanes(
-    costs: Sequence[dict[Stream, Demand]], saves: Sequence[Demand], profile: HardwareProfile
+    costs: Sequence[dict[Stream, Demand]], saves: Sequence[Demand], fetches: Sequence[Demand], profile: HardwareProfile
 ) -> np.ndarray:
     """Speeds of CPU, H2D and D2H, one row for each set of them that is busy, 0 for the others.
 
@@ -246,7 +286,7 @@ def _speeds_by_busy_lanes(
 
     demands = {
         CPU: least(Stream.CPU),
-        H2D: least(Stream.PARAMETER, Stream.PREFETCH),
+        H2D: least(Stream.PARAMETER, Stream.PREFETCH, others=fetches),
         D2H: least(Stream.GRADIENT, Stream.FLUSH, others=saves),
     }
     speeds = speeds_by_busy_lanes(demands, profile)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.timeline import Op
+from perfmodel.weights import Add, WeightFetches
 from perfmodel.workload import AHEAD, Workload
 
 BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
 SAVE, RESTORE = (Op.SAVE, Stream.SAVE), (Op.RESTORE, Stream.RESTORE)
 
-Add = Callable[[tuple[Op, Stream], int | None, int, tuple[int, ...]], int]
-"""Adds a task: what, the subgroup, its size and what it waits for; its number."""
 Run = tuple[int, int, tuple[int, ...]]
-"""A part of compute: subgroup, size and what it waits for."""
+"""A part of compute: as in `Workload.runs`, and what it waits for."""
 
 
-def backward_pieces(add: Add, workload: Workload, offloaded: int = 0) -> dict[int, int]:
-    """Backward, last subgroup first, a piece for each in proportion to its parameters; by subgroup.
+def backward_pieces(
+    add: Add, workload: Workload, offloaded: int = 0, weights: WeightFetches | None = None
+) -> dict[int, int]:
+    """Backward, last subgroup first, a piece for each in proportion to its size; by subgroup.
 
     offloaded: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
-    saved AHEAD places after it, or at once.
+    saved AHEAD places after it, or at once. weights: of blocks that stream.
     """
     saved, restores = workload.activations, dict[int, int]()
     groups = range(min(offloaded + AHEAD, len(saved)) - 1, -1, -1) if offloaded else ()
@@ -37,9 +38,10 @@ def backward_pieces(add: Add, workload: Workload, offloaded: int = 0) -> dict[in
 
     for number in range(len(saved) - 1, len(saved) - 1 - AHEAD, -1):
         restore(number)
-    loads = workload.subgroups
-    runs = ((i, loads[i].numel, ()) for i in range(len(loads) - 1, -1, -1))
-    return _pieces(add, BACKWARD, runs, workload.numel, [saved[g].due for g in groups], due)
+    if weights is not None:
+        weights.begin(backward=True)
+    runs = [(part, size, ()) for part, size in workload.backward_runs]
+    return _pieces(add, BACKWARD, runs, [saved[g].due for g in groups], due, weights)
 
 
 def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
@@ -48,7 +50,7 @@ def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot
     Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
     """
     held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-    spare = workload.peak_free(plan.activation_bytes) - held
+    spare = workload.peak_free(plan.activation_bytes) - held - workload.weight_bytes(plan.blocks_on_device)
     needed = (slot + 1) * workload.slot_bytes
     if needed <= spare:
         return ()
@@ -57,37 +59,44 @@ def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot
     return (pieces[count - max(1, min(count, -int(-freed * count // 1)))],)
 
 
-def forward_pieces(add: Add, workload: Workload, activation_bytes: int, runs: Sequence[Run]) -> None:
-    """The next forward; so many bytes of saved tensors leave, each at once."""
+def forward_pieces(
+    add: Add, workload: Workload, activation_bytes: int, runs: Sequence[Run], weights: WeightFetches | None = None
+) -> None:
+    """The next forward; so many bytes of saved tensors leave, each at once. weights: of blocks that stream."""
     leaving = workload.leaving(activation_bytes)
 
     def born(number: int, piece: int) -> tuple[int, ...]:
         add(SAVE, None, leaving[number].nbytes, (piece,))
         return ()
 
-    _pieces(add, FORWARD, runs, sum(size for _, size, _ in runs), [each.born for each in leaving], born)
+    _pieces(add, FORWARD, runs, [each.born for each in leaving], born, weights)
 
 
 def _pieces(
     add: Add,
     what: tuple[Op, Stream],
-    runs: Iterable[Run],
-    size: int,
+    runs: Sequence[Run],
     shares: Sequence[float],
     passed: Callable[[int, int], tuple[int, ...]],
+    weights: WeightFetches | None,
 ) -> dict[int, int]:
     """The last piece of each run.
 
-    size: of them all. shares: of it, where pieces end in between. passed: called with the places of a share and of the
+    shares: of their size, where pieces end in between. passed: called with the places of a share and of the
     task that ends there, gives what the next piece waits for.
     """
     pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
+    size = sum(size for _, size, _ in runs)
     for i, numel, after in runs:
         end, waits = end + numel, waits + after
+        if weights is not None:
+            waits += weights.wanted(i)
         while number < len(shares) and (shares[number] * size < end or end == size):
             at = min(max(round(shares[number] * size), done), end)
             waits = passed(number, add(what, None, at - done, waits))
             number, done = number + 1, at
         pieces[i] = add(what, None, end - done, waits)
         done, waits = end, ()
+        if weights is not None:
+            weights.passed(i, pieces[i])
     return pieces

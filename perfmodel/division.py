@@ -18,6 +18,8 @@ SLOTS_TRIED = (2, 1, 4, 0)
 """Where memory for slots is taken from residents, in this order."""
 AMOUNTS_TRIED = 17
 """Of saved tensors that leave, at most."""
+BLOCKS_TRIED = 9
+"""Numbers of blocks that stay, at most, and beside these amounts of saved tensors."""
 
 
 @dataclass(frozen=True)
@@ -26,39 +28,52 @@ class Division:
 
     slots: for streamed subgroups. activation_bytes: of saved tensors that leave.
     residents: the subgroups whose state has room to stay, larger ones first.
+    blocks: whose weights stay.
     """
 
     slots: int
     activation_bytes: int
     residents: tuple[int, ...]
+    blocks: frozenset[int] = frozenset()
 
     def plan(self, workload: Workload, on_cpu: int) -> Plan:
         """The plan with this number of subgroups on the CPU.
 
         Residents are as many as there is room for and subgroups not on the CPU. Among the rest, CPU and streamed
-        alternate evenly, so that no lane waits and parameters arrive evenly for the forward.
+        alternate evenly, so that no lane waits and parameters arrive evenly for the forward; those whose weights are
+        on the host are streamed only if all others are.
         """
         loads = workload.subgroups
         placements = [Placement.CPU] * len(loads)
         for i in self.residents[: len(loads) - on_cpu]:
             placements[i] = Placement.GPU_RESIDENT
         rest = [i for i, placement in enumerate(placements) if placement is Placement.CPU]
-        if self.slots and on_cpu < len(rest):
-            share = 1 - on_cpu / len(rest)
+        left, moving = (len(rest) - on_cpu) * (self.slots > 0), workload.streaming(self.blocks)
+        # Updates on the device move weights that are on the host, and updates there need no copy of them.
+        for group in ([i for i in rest if i not in moving], [i for i in rest if i in moving]):
+            count = min(left, len(group))
+            if count <= 0:
+                continue
+            left -= count
+            share = 1 - (len(group) - count) / len(group)
             # So that the first is streamed and the GPU starts at once.
-            owed = (0.5 - share) * sum(loads[i].numel for i in rest) / len(rest)
-            for i in rest:
+            owed = (0.5 - share) * sum(loads[i].numel for i in group) / len(group)
+            for i in group:
                 owed += share * loads[i].numel
                 if owed >= (0.5 - 1e-9) * loads[i].numel:
                     placements[i] = Placement.GPU_STREAMED
                     owed -= loads[i].numel
         slots = min(self.slots, placements.count(Placement.GPU_STREAMED))
-        return spilled(Plan(tuple(placements), tuple(range(len(loads))), slots, self.activation_bytes), workload)
+        order = tuple(range(len(loads)))
+        plan = Plan(tuple(placements), order, slots, self.activation_bytes, blocks_on_device=self.blocks)
+        return spilled(plan, workload)
 
 
 def fits(workload: Workload) -> bool:
-    """Whether all state has room on the device while no more saved tensors leave than have to."""
-    return workload.state_bytes <= min(workload.peak_free_bytes, workload.shared_free_bytes)
+    """Whether all state and weights have room on the device while no more saved tensors leave than have to."""
+    weights = workload.weight_bytes(range(len(workload.blocks)))
+    free = min(workload.peak_free_bytes, workload.shared_free_bytes)
+    return workload.state_bytes + weights <= free and workload.blocks_most >= len(workload.blocks)
 
 
 def divisions(workload: Workload) -> list[Division]:
@@ -67,9 +82,11 @@ def divisions(workload: Workload) -> list[Division]:
     larger_first = sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes)
     taken = list(accumulate(loads[i].state_bytes for i in larger_first))
     if fits(workload):
-        return [Division(0, _amounts(workload, taken)[0], tuple(larger_first))]
+        everything = frozenset(range(len(workload.blocks)))
+        return [Division(0, _amounts(workload, taken)[0], tuple(larger_first), everything)]
     slot, found = max(workload.slot_bytes, 1), dict[Division, None]()
-    for activation_bytes in _amounts(workload, taken):
+    amounts, first = _amounts(workload, taken), {frozenset[int](): larger_first}
+    for activation_bytes in amounts:
         shared = workload.shared_free(activation_bytes)
         slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
         tried = [slots]
@@ -77,8 +94,23 @@ def divisions(workload: Workload) -> list[Division]:
             tried = [min(slots, most) for most in SLOTS_TRIED if most * slot <= shared]
         for count in tried:
             free = min(workload.peak_free(activation_bytes), shared - count * slot)
-            found[Division(count, activation_bytes, _fitting(workload, larger_first, taken, free))] = None
-    return list(found)
+            for blocks in _blocks(workload, free):
+                left = free - workload.weight_bytes(blocks)
+                if left < 0 and workload.blocks:
+                    continue
+                if blocks not in first:  # others move their weights when they are updated on the device
+                    moving = workload.streaming(blocks)
+                    first[blocks] = sorted(larger_first, key=lambda i: (-loads[i].state_bytes, i in moving))
+                residents = _fitting(workload, first[blocks], taken, left)
+                found[Division(count, activation_bytes, residents, blocks)] = None
+    return list(found) or [Division(0, amounts[-1], (), _blocks(workload, 0)[0])]
+
+
+def _blocks(workload: Workload, free: float) -> list[frozenset[int]]:
+    """Blocks whose weights may stay in this much memory, BLOCKS_TRIED sets of them at most."""
+    counts = workload.block_counts(free)
+    between = max(1, -(-(len(counts) - 1) // (BLOCKS_TRIED - 1)))
+    return [workload.staying(count) for count in (*counts[:-1:between], counts[-1])]
 
 
 def _fitting(workload: Workload, larger_first: Sequence[int], taken: Sequence[int], free: float) -> tuple[int, ...]:
@@ -100,6 +132,10 @@ def _amounts(workload: Workload, taken: Sequence[int]) -> list[int]:
     In between only those that make room for one more resident subgroup, AMOUNTS_TRIED of them at most.
     taken: by state, as for `_fitting`.
     """
+    tried = AMOUNTS_TRIED
+    if workload.blocks:  # or for the weights of one more
+        sizes = *(load.state_bytes for load in workload.subgroups), *(block.nbytes for block in workload.blocks)
+        taken, tried = list(accumulate(sorted(sizes, reverse=True))), BLOCKS_TRIED
     sums = accumulate((saved.nbytes for saved in workload.activations), initial=0)
     fitting = [nbytes for nbytes in dict.fromkeys(sums) if nbytes <= workload.activation_host_bytes]
     allowed = [nbytes for nbytes in fitting if nbytes >= workload.activation_least_bytes] or fitting[-1:]
@@ -107,5 +143,5 @@ def _amounts(workload: Workload, taken: Sequence[int]) -> list[int]:
     for nbytes in allowed:
         amounts.setdefault(bisect(taken, min(workload.peak_free(nbytes), workload.shared_free(nbytes))), nbytes)
     found = sorted({*amounts.values()} if len(taken) in amounts else {*amounts.values(), allowed[-1]})
-    between = max(1, -(-(len(found) - 1) // (AMOUNTS_TRIED - 1)))
+    between = max(1, -(-(len(found) - 1) // (tried - 1)))
     return [*found[:-1:between], found[-1]]

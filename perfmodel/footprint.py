@@ -46,7 +46,7 @@ class HostBytes:
 
     @property
     def state(self) -> int:
-        """What goes to the device when a subgroup is streamed, and stays there when it is resident."""
+        """Bytes that go to the device when a subgroup is streamed, and stay there when it is resident."""
         return self.master + self.moments
 
 
@@ -62,7 +62,7 @@ def host_footprint(
     state_format: str | None = None,
     values: str | None = None,
 ) -> HostBytes:
-    """What DOSAdam takes on the host, at most, for `numel` parameters of `value_bytes` each.
+    """Host memory that DOSAdam takes, at most, for `numel` parameters of `value_bytes` each.
 
     value_bytes: 4 float32, 2 bfloat16 unless `values` says float16, the type of the parameters.
     numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same

@@ -1,4 +1,4 @@
-"""What optimizer state consists of: its fields, their types, and the bytes that follow from them.
+"""Formats of optimizer state: fields, their types, and the bytes that follow from them.
 
 There are three formats. `float32`: the master weights and AdamW's moments at full precision. `split`,
 for bfloat16 parameters: the same values in fewer bytes, for the parameter is the upper half of its
@@ -28,7 +28,7 @@ CODED_KEYS = {name: (f"{name}_codes", f"{name}_scales") for name in ("exp_avg", 
 """The names of moments in codes, by those that AdamW has for what they stand for."""
 INT8 = "int8"
 STATE_FORMATS = (None, "float32", INT8)
-"""What a user may ask for. None: the least bytes that change no result; float32: whole masters; int8: moments
+"""Formats that a user may ask for. None: the least bytes that change no result; float32: whole masters; int8: moments
 in codes."""
 
 
@@ -127,7 +127,7 @@ class Format:
 
     @property
     def held_bytes(self) -> float:
-        """What an update needs in memory: state, gradient and, if a result of its own, the parameter."""
+        """Bytes that an update needs in memory: state, gradient and, if a result of its own, the parameter."""
         return self.state_bytes + self.value_bytes * (1 + self.stages_parameters)
 
     @property
@@ -199,7 +199,7 @@ MIXED = float32("bfloat16")
 SPLIT = split()
 """Mixed precision as DOSAdam keeps it."""
 CODED = int8(SPLIT)
-"""The same with moments in codes."""
+"""Mixed precision as DOSAdam keeps it with moments in codes."""
 
 STATE_KEYS = (
     *(field.key for field in float32("bfloat16", amsgrad=True).fields if field.key),
@@ -208,7 +208,7 @@ STATE_KEYS = (
 )
 """All names that state tensors may have in a state dict."""
 NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False).fields if field.key)
-"""Those without which a state is not AdamW's."""
+"""Names without which a state is not AdamW's."""
 
 
 def update_traffic(

@@ -1,4 +1,4 @@
-"""What a machine can do: the rates of one rank's lanes, where they come from, and their file format."""
+"""Rates of a machine's lanes as one rank sees them, where they come from, and their file format."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ RATES = tuple(
 LINK_RATES = tuple(name for name in RATES if name.startswith(("h2d", "d2h")))
 DISK_RATES = tuple(name for name in RATES if name.startswith("disk"))
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
-"""Those that are relative to a rate."""
+"""The fields that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys((*RATES, *SPEEDS), (1e-30, 1e30, False)),
     **dict.fromkeys(("copy_latency_s", "launch_latency_s", "disk_latency_s"), (0, 1e6, False)),

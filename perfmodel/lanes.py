@@ -14,7 +14,7 @@ from perfmodel.timeline import Lane
 
 
 def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
-    """What each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
+    """The rate that each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
 
     All get what they demand while it suffices. Beyond, it is shared in equal parts, and what one does not need of its
     part is shared by the others (max-min fairness): DMA keeps its rate beside a CPU that asks for more than there is.
@@ -29,7 +29,7 @@ def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
 
 
 class Stream(enum.IntEnum):
-    """An in-order queue of tasks; two feed the GPU, three each link, one each way from and to the disk."""
+    """An in-order queue of tasks; two feed the GPU, three or four each link, one each way from and to the disk."""
 
     CPU = 0
     GPU = 1
@@ -43,6 +43,7 @@ class Stream(enum.IntEnum):
     RESTORE = 8
     READ = 9
     WRITE = 10
+    WEIGHTS = 11
 
 
 CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
@@ -50,9 +51,9 @@ CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
 
 
 class Service(NamedTuple):
-    """What a lane serves and how fast.
+    """The service of a lane: what it serves and how fast.
 
-    streams: one or two that feed it, and perhaps one that goes before them.
+    streams: one or two that feed it, and perhaps one or two that go before them.
     rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.
     through_host: whether what it serves are copies, whose bytes go through host DRAM once.
     beside, duplex: while that lane is busy, too, this is the rate.
@@ -74,7 +75,7 @@ LANES = {
     Lane.CPU: Service((Stream.CPU,), "cpu_update_rate", "launch_latency_s", False),
     Lane.GPU: Service((Stream.GPU, Stream.COMPUTE), "gpu_update_rate", "launch_latency_s", False),
     Lane.H2D: Service(
-        (Stream.PREFETCH, Stream.PARAMETER, Stream.RESTORE),
+        (Stream.PREFETCH, Stream.PARAMETER, Stream.WEIGHTS, Stream.RESTORE),
         "h2d_bandwidth",
         "copy_latency_s",
         True,
@@ -100,8 +101,9 @@ LANES = {
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for lanes that fewer feed."""
-_FED = [(*service.streams, NEVER, NEVER)[:3] for service in LANES.values()]
-"""Each lane's streams, by its number; the last goes before the others."""
+_FED = [(*service.streams, NEVER, NEVER, NEVER)[:4] for service in LANES.values()]
+"""Each lane's streams, by its number; the last two go before the others."""
+_URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 """The number of the lane that a stream feeds."""
 
@@ -115,10 +117,10 @@ def run_tasks(
         by number, that must have ended, besides its predecessor in the stream.
 
     A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
-    then the one issued first. Activations go before state, and interrupt it: a device lets them in where a piece of
-    state ends, of 32 MiB, which is taken as no time (no GPU has shown this yet; see Limits in the documentation). A
-    copy beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
-    `shared_rates`.
+    then the one issued first. Activations and weights go before state, and interrupt it: a device lets them in where a
+    piece of state ends, of 32 MiB, which is taken as no time (no GPU has shown this yet; see Limits in the
+    documentation). A copy beside one in the other direction runs at the duplex rate, and whatever touches host DRAM
+    shares it by `shared_rates`.
     """
     if not tasks:
         return [], []
@@ -141,11 +143,13 @@ def run_tasks(
     free = list(range(len(LANES)))  # those that may begin something
     while True:
         for lane in free:
-            stream, other, first = _FED[lane]
+            stream, other, first, second = _FED[lane]
             since = ready[stream]
+            if ready[second] < ready[first]:
+                first = second
             if ready[first] < infinite:
                 stream, since, held = first, ready[first], running[lane]
-                if held >= 0:  # it waits, and goes on before others
+                if held >= 0 and stream_of[held] not in _URGENT:  # it waits, and goes on before others
                     interrupted.setdefault(held, start[held])
                     seconds[held], ready[stream_of[held]] = left[lane], -1.0
                     running[lane] = -1

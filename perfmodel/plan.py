@@ -1,4 +1,4 @@
-"""What a plan is: where each subgroup is updated in one iteration, in which order, over how many staging slots."""
+"""Plans: where each subgroup is updated in one iteration, in which order, over how many staging slots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Placement(enum.Enum):
-    """What a plan chooses from: where a subgroup is updated, and where its state stays afterwards.
+    """The choices of a plan: where a subgroup is updated, and where its state stays afterwards.
 
     label: its name in reports. stays: once the plan has settled, also where the state comes from. Instead of on the
         host it may rest on disk, and then comes through there; see `Plan.on_disk`.
@@ -53,6 +53,7 @@ class Plan:
     slots: staging slots on the device; at least 1 if any subgroup is streamed.
     activation_bytes: of saved tensors that leave for the host, those saved first.
     on_disk: the subgroups whose state rests on disk; it passes through the host on its way to and from the update.
+    blocks_on_device: the blocks whose weights stay on the device; those of all others come for each use of them.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -62,6 +63,7 @@ class Plan:
     slots: int
     activation_bytes: int = 0
     on_disk: frozenset[int] = frozenset()
+    blocks_on_device: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         n = len(self.placements)
@@ -111,10 +113,11 @@ class Plan:
         parts = [f"{counts[p]} {p.label}" for p in Placement if counts[p]]
         parts += [f"state of {len(self.on_disk)} on disk"] if self.on_disk else []
         moved = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors move to the host"
+        weights = f"; weights of {len(self.blocks_on_device)} blocks stay on the device"
         slots = f"{self.slots} slot{'' if self.slots == 1 else 's'}"
         return (
             f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {slots}; {self._runs()}"
-            f"{moved if self.activation_bytes else ''}"
+            f"{moved if self.activation_bytes else ''}{weights if self.blocks_on_device else ''}"
         )
 
     def _runs(self) -> str:

@@ -21,13 +21,13 @@ GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 def cpu_only(workload: Workload) -> Plan:
     """Every subgroup on the CPU: ZeRO-Offload (Ren et al., USENIX ATC '21)."""
     n = len(workload.subgroups)
-    return Plan((Placement.CPU,) * n, tuple(range(n)), slots=0)
+    return with_blocks(Plan((Placement.CPU,) * n, tuple(range(n)), slots=0), workload)
 
 
 def resident(workload: Workload) -> Plan:
     """Every subgroup on the GPU, as an optimizer without offloading has it."""
     n = len(workload.subgroups)
-    return Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0)
+    return with_blocks(Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0), workload)
 
 
 def static_ratio(workload: Workload, ratio: float) -> Plan:
@@ -58,7 +58,19 @@ def stride(workload: Workload, k: int | None, *, ratio: float = 1.0, slots: int 
         return Placement.GPU_STREAMED if k is not None and (i - resident) % k == 0 else Placement.CPU
 
     placements = tuple(placement(i) for i in range(n))
-    return Plan(placements, tuple(range(n)), slots=min(slots, placements.count(Placement.GPU_STREAMED)))
+    plan = Plan(placements, tuple(range(n)), slots=min(slots, placements.count(Placement.GPU_STREAMED)))
+    return with_blocks(plan, workload)
+
+
+def with_blocks(plan: Plan, workload: Workload) -> Plan:
+    """The plan with the weights of as many blocks on the device as have room beside its state and slots."""
+    if not workload.blocks:
+        return plan
+    leaving = max(plan.activation_bytes, workload.activation_least_bytes)
+    shared = workload.shared_free(leaving) - plan.slots * workload.slot_bytes
+    resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
+    counts = workload.block_counts(min(workload.peak_free(leaving), shared) - resident)
+    return dataclasses.replace(plan, blocks_on_device=workload.staying(counts[-1]))
 
 
 def spilled(plan: Plan, workload: Workload) -> Plan:

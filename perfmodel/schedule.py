@@ -11,8 +11,9 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Op
+from perfmodel.weights import WeightFetches
 from perfmodel.windows import WindowUse, ordered
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import BlockLoad, SubgroupLoad, Workload
 
 # What tasks do, and on which stream. Names of their own, because the planner makes some hundred
 # thousand tasks, and looking up a member of an enum takes as long as making one.
@@ -28,13 +29,14 @@ MOVES = {
     Move(DISK, HOST): READ,
     Move(HOST, DISK): WRITE,
 }
-"""What brings state from one tier to another."""
+"""The operations that bring state from one tier to another."""
 
 
 class Task(NamedTuple):
     """One operation of one stream.
 
-    subgroup: None for forward, backward and saved tensors. size: bytes of a copy; parameters of anything else.
+    subgroup: None for forward, backward, saved tensors and weights of blocks. size: bytes of a copy; parameters of an
+        update; of forward and backward as in `Workload.runs`.
     after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
     slot: the staging slot that it fills, uses or empties, if any.
     others: further subgroups that the same update updates.
@@ -69,7 +71,7 @@ class Schedule:
 
 
 class SubgroupState(NamedTuple):
-    """What a step finds of one subgroup.
+    """One subgroup as a step finds it.
 
     state: where it is. gradient: where that is; None: there is none, and nothing is updated.
     numel: parameters that have a gradient. parameter_bytes: of them.
@@ -80,6 +82,8 @@ class SubgroupState(NamedTuple):
     stale_bytes: of parameters that are half of their masters, where the host has not the newest: it
         needs them to update them.
     window: in which the state is, if it belongs on disk; `state` is the host then.
+    streams: whether its weights are on the host. An update there needs no copy of them, and one on the device brings
+        them up and home again. Its gradients are offloaded.
     """
 
     state: Tier
@@ -91,19 +95,26 @@ class SubgroupState(NamedTuple):
     fetched: int | None = None
     stale_bytes: int = 0
     window: int | None = None
+    streams: bool = False
 
 
 def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
     """The plan if state is where the plan wants it, and all gradients and memory are there.
 
-    Raises ValueError when the plan is of another number of subgroups.
+    Raises ValueError when the plan is of another number of subgroups, or of blocks that the workload does not have.
     """
     if len(plan) != len(workload.subgroups):
         raise ValueError(f"the plan is for {len(plan)} subgroups, the workload has {len(workload.subgroups)}")
+    if not plan.blocks_on_device <= {*range(len(workload.blocks))}:
+        raise ValueError(
+            f"the plan keeps blocks {sorted(plan.blocks_on_device)} on the device, the workload has "
+            f"{len(workload.blocks)} blocks, which count from 0"
+        )
     plan = ordered(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
     held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]
     windows = {i: window for window, i in enumerate(held)}
+    streaming = workload.streaming(plan.blocks_on_device)
     found = [
         SubgroupState(
             HOST if i in windows else plan.stays(i),
@@ -112,15 +123,17 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             load.returned_bytes or (None if overlapped and i not in plan.on_disk else load.gradient_bytes),
             load.parameter_bytes,
             window=windows.get(i),
+            streams=i in streaming,
         )
         for i, load in enumerate(loads)
     ]
     made, backward = ScheduleBuilder(plan, workload, found), tuple[int, ...]()
+    weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     # Offloaded gradients come up through a slot for residents, too.
     slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
-        made.piece = backward_pieces(made.add, workload, len(workload.leaving(plan.activation_bytes)))
+        made.piece = backward_pieces(made.add, workload, len(workload.leaving(plan.activation_bytes)), weights)
         backward = (made.piece[0],)
         vacated = [backward] * slots
     if overlapped:
@@ -132,13 +145,32 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         filled = range(min(slots, plan.placements.count(STREAMED)))
         vacated = [memory_freed(plan, workload, made.piece, slot) for slot in filled] or vacated
     made.step(backward, vacated)
+    if scope.forward is Phase.ABSENT:
+        return Schedule(tuple(made.tasks), kept=made.windows.inside)
+    runs, updated = made.runs(), made.updated
     if scope.forward is Phase.SERIAL:
         # What is written to disk is of no use to it.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
-        forward_pieces(made.add, workload, plan.activation_bytes, [(0, max(workload.numel, 1), before)])
-    elif scope.forward is Phase.OVERLAPPED:
-        forward_pieces(made.add, workload, plan.activation_bytes, made.runs())
+        parts = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
+        runs, updated = [(part, size, before) for part, size in parts], lambda block: before
+    if weights is not None:
+        weights.begin(backward=False, after=updated, updated=True)
+    forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
     return Schedule(tuple(made.tasks), kept=made.windows.inside)
+
+
+def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
+    """A micro-batch behind which nothing is updated: its backward, from which gradients leave, and the next forward."""
+    made = ScheduleBuilder(plan, workload, ())
+    weights = WeightFetches(made.add, workload, plan.blocks_on_device)
+    pieces = backward_pieces(made.add, workload, len(workload.leaving(plan.activation_bytes)), weights)
+    for i, load in reversed([*enumerate(workload.subgroups)]):
+        if load.returned_bytes:
+            made.add(GRADIENT, i, load.gradient_bytes, (pieces[i],))
+    weights.begin(backward=False)
+    runs = [(part, size, ()) for part, size in workload.runs]
+    forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
+    return Schedule(tuple(made.tasks))
 
 
 def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
@@ -203,10 +235,10 @@ class ScheduleBuilder:
         self._workload = workload
         self._found = found
         self._backward: tuple[int, ...] = ()
-        """What has to end before gradients are complete and parameters may be overwritten."""
+        """The tasks that have to end before gradients are complete and parameters may be overwritten."""
         self._loads: tuple[SubgroupLoad, ...] = workload.subgroups
         self._updated: dict[int, int] = {}
-        """The tasks after which a subgroup's new parameters are on the device."""
+        """The tasks after which a subgroup's new parameters are where forward finds them."""
         self.departed: dict[int, tuple[int, ...]] = {}
         self.fetched: dict[int, int] = {}
         self.windows = WindowUse(workload.windows, self._write)
@@ -243,7 +275,7 @@ class ScheduleBuilder:
         self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
     def step(self, backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
-        """What waits for no slot first, then all others as the plan orders them.
+        """Schedule subgroups that wait for no slot first, then all others as the plan orders them.
 
         Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
         state that has come to a slot already.
@@ -283,7 +315,7 @@ class ScheduleBuilder:
             self.windows.write(i)
 
     def _others(self, others: Sequence[int], rank: int, vacated: list[tuple[int, ...]]) -> None:
-        """What is updated on the host, or passes through slots; `rank` have done so before."""
+        """Schedule subgroups that the host updates, or that pass through slots; `rank` have done so before."""
         for i in others:
             found = self._found[i]
             if found.gradient is None:
@@ -311,7 +343,8 @@ class ScheduleBuilder:
         found, resident = self._found[i], self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
-        returned = (found.gradient_bytes or 0) if found.gradient is HOST else 0
+        weights = found.parameter_bytes if found.streams else 0
+        returned = (found.gradient_bytes or 0) + weights if found.gradient is HOST else 0
         # The slot's last occupant must have left before the next one is written over it.
         after = (*vacated, *self.departed.get(i, ()))
         if found.state is not DEVICE and fetched is None:
@@ -321,39 +354,44 @@ class ScheduleBuilder:
         update = self._update(i, ready + self._backward, slot)
         if resident:
             self.windows.leave(i, ready)
-            return update
-        if found.state is not DEVICE:
-            return self._leave(i, (update,), slot)
-        self._leave(i, (update,))
-        return update
+            freed = self.add(FLUSH, i, weights, (update,), slot) if weights else update
+        else:
+            fetched_here = found.state is not DEVICE
+            flush = self._leave(i, (update,), slot if fetched_here else None, weights)
+            freed = flush if fetched_here or weights else update
+        if weights:
+            self._updated[i] = freed
+        return freed
 
     def _on_host(self, i: int) -> None:
-        """An update on the host; what it needs may have to leave the device first, parameters go up."""
+        """An update on the host. What it needs may have to leave the device first; parameters go up unless streamed."""
         found, ready = self._found[i], self.departed.get(i, ())
         through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
         here = self._to_host(i) if through else ()
         late = found.gradient_bytes if found.gradient is DEVICE else None
-        if late is not None or found.stale_bytes:
+        stale = 0 if found.streams else found.stale_bytes
+        if late is not None or stale:
             # In a window there is room for them once the state is there, and masters then follow parameters.
             after = (*self._backward, *here) if found.state is DISK or i in self.windows.inside else self._backward
-            ready += (self.add(GRADIENT, i, (late or 0) + found.stale_bytes, after),)
+            ready += (self.add(GRADIENT, i, (late or 0) + stale, after),)
         ready += here if through else self._to_host(i)
-        update = self.add(ON_HOST, i, found.numel, ready + self._backward)
-        # What the caller queued before the step still reads the old parameters.
-        after = (update, *self._backward)
-        self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
+        update = self._updated[i] = self.add(ON_HOST, i, found.numel, ready + self._backward)
+        if not found.streams:
+            # What the caller queued before the step still reads the old parameters.
+            after = (update, *self._backward)
+            self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
         self._rest(i, (self._updated[i],))
 
     def _update(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
         update = self._updated[i] = self.add(ON_DEVICE, i, self._found[i].numel, after, slot)
         return update
 
-    def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None) -> int:
-        """State leaves the device, home or to a window."""
+    def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
+        """State leaves the device, home or to a window. beside: as for `_move`."""
         if self._plan.stays(i) is not DISK:
-            return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot)
+            return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot, beside)
         window, vacated = (self.windows.inside[i], ()) if i in self.windows.inside else self.windows.take(i)
-        flush = self._move(i, Move(DEVICE, HOST), (*after, *vacated), slot, window=window)
+        flush = self._move(i, Move(DEVICE, HOST), (*after, *vacated), slot, beside, window)
         self.windows.complete(i, (flush,))
         return flush
 
@@ -410,4 +448,11 @@ class ScheduleBuilder:
     def runs(self) -> list[Run]:
         """Of the next forward, in which each subgroup waits for its own parameters."""
         updated = {i: (task,) for i, task in self._updated.items()}
-        return [(i, load.numel, updated.get(i, ())) for i, load in enumerate(self._loads)]
+        return [
+            (part, size, () if part < 0 or self._found[part].streams else updated.get(part, ()))
+            for part, size in self._workload.runs
+        ]
+
+    def updated(self, block: BlockLoad) -> tuple[int, ...]:
+        """The tasks after which a block's new weights are at home."""
+        return tuple(self._updated[i] for i in range(block.start, block.stop) if i in self._updated)

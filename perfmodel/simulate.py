@@ -8,7 +8,7 @@ from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream, run_tasks
 from perfmodel.plan import Plan
-from perfmodel.schedule import Schedule, schedule
+from perfmodel.schedule import Schedule, schedule, schedule_micro_batch
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.timeline import Lane, Op, Span, Timeline
 from perfmodel.workload import Workload
@@ -31,7 +31,10 @@ def serve(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> T
 
 
 def makespan(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
-    """Seconds that `simulate` would take from first start to last end, without its timeline."""
+    """Seconds that `simulate` would take from first start to last end, without its timeline.
+
+    Of a whole iteration of several micro-batches also the time for which the compute of the others waits.
+    """
     return Simulator(workload, profile, scope).makespan(plan)
 
 
@@ -43,24 +46,43 @@ def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sco
 class Simulator:
     """Simulates many plans of one workload; `tasks` is how many it has served so far."""
 
-    def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        profile: HardwareProfile,
+        scope: Scope = UPDATE_ALONE,
+        waits: dict[tuple[frozenset[int], int], float] | None = None,
+    ) -> None:
+        """waits: of micro-batches, which it adds to, where another simulator has found some."""
         self.tasks = 0
         self._workload = workload
         self._profile = profile
         self._scope = scope
         self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._waits = {} if waits is None else waits
 
     def makespan(self, plan: Plan) -> float:
         """As the function of that name."""
         _, end = self.serve(schedule(plan, self._workload, self._scope))
         self.tasks += len(end)
-        return max(end)
+        whole = Phase.ABSENT not in (self._scope.backward, self._scope.forward)
+        others = (self._workload.micro_batches - 1) * whole
+        return max(end) + (others * self._wait_s(plan) if others else 0.0)
+
+    def _wait_s(self, plan: Plan) -> float:
+        """Seconds for which a micro-batch waits that no update follows."""
+        key = plan.blocks_on_device, plan.activation_bytes
+        if key not in self._waits:
+            _, end = self.serve(schedule_micro_batch(plan, self._workload))
+            self.tasks += len(end)
+            self._waits[key] = max(end) - self._workload.forward_s - self._workload.backward_s
+        return self._waits[key]
 
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """When each task of a schedule starts and ends."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
-        each_s = workload.backward_s / max(workload.numel, 1), workload.forward_s / max(workload.numel, 1)
-        tasks, compute = [], Stream.COMPUTE
+        each_s, compute = workload.seconds_by_size, Stream.COMPUTE
+        tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0

@@ -1,4 +1,4 @@
-"""What happened when: spans of work on lanes. The engine records one, the simulator predicts one."""
+"""Timelines: spans of work on lanes. The engine records one, the simulator predicts one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Lane(enum.Enum):
 
 
 class Op(enum.Enum):
-    """What a lane does in a span."""
+    """Work of a lane in a span."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -42,6 +42,8 @@ class Op(enum.Enum):
     """D2H: tensors that backward will need leave during forward."""
     RESTORE = "restore"
     """H2D: they come back in backward."""
+    WEIGHTS = "weights"
+    """H2D: the weights of a block on the host arrive for its forward or backward."""
     READ = "read"
     """State comes from disk to the host."""
     WRITE = "write"
@@ -52,7 +54,7 @@ class Op(enum.Enum):
 class Span:
     """Work of one lane from `start` to `end`, in seconds since the timeline's origin.
 
-    subgroup: index, or None for forward, backward and saved tensors. nbytes: that a transfer moves.
+    subgroup: index, or None for forward, backward, saved tensors and weights. nbytes: that a transfer moves.
     """
 
     lane: Lane
@@ -68,7 +70,7 @@ class Span:
         return self.end - self.start
 
     def since(self, origin: float) -> Span:
-        """The same in seconds since so many."""
+        """The span in seconds since `origin`."""
         return Span(self.lane, self.op, self.subgroup, self.start - origin, self.end - origin, self.nbytes)
 
     @property
@@ -115,7 +117,7 @@ class Timeline:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Those that have spans, and the processors and links in any case."""
+        """Lanes that have spans, and the processors and links in any case."""
         return tuple(lane for lane in Lane if lane not in (Lane.READ, Lane.WRITE) or self.on(lane))
 
     def on(self, lane: Lane) -> tuple[Span, ...]:

@@ -85,6 +85,7 @@ INNER: dict[str, set[str]] = {
         "torch_internals",
     },
     "calibration": {"devices", "kernels", "machine", "state"},
+    "weights": {"devices", "guard", "machine", "parameters", "sharding", "state", "torch_internals"},
     "calibrate": {"calibration"},
     "backward": {
         "activations",
@@ -97,6 +98,7 @@ INNER: dict[str, set[str]] = {
         "sharding",
         "state",
         "step",
+        "weights",
     },
     "session": {
         "activations",
@@ -111,6 +113,7 @@ INNER: dict[str, set[str]] = {
         "state",
         "step",
         "torch_internals",
+        "weights",
     },
 }
 """Which parts of dos each part may import; the optimizer may import any. There is no way round."""

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
 
 Amount = float | int | Literal["auto"]
-"""What leaves of all that is saved: a share (a float), bytes, or what the plan says."""
+"""The part of all saved tensors that moves: a share (a float), bytes, or as the plan says."""
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer would take longer to issue than to run."""
@@ -45,6 +45,19 @@ REMEMBERED = 16
 """Forwards of which the largest counts."""
 
 
+class StreamedWeights(Protocol):
+    """Weights that are on the device only while a block computes."""
+
+    def all_copies(self) -> Sequence[Tensor]:
+        """The device's copies, with or without memory."""
+
+    def check_saved(self, tensor: Tensor) -> None:
+        """Raise RuntimeError for a saved tensor that would keep a copy of streamed weights on the device."""
+
+    def before_use(self, tensor: Tensor) -> None:
+        """Called before backward reads a saved tensor that stays, which may be of these weights."""
+
+
 class ActivationOffload:
     """The saved tensors of one optimizer's models.
 
@@ -56,6 +69,7 @@ class ActivationOffload:
     last_offloaded: of the last, and of all that may, bytes.
     """
 
+    weights: StreamedWeights | None = None
     sample: weakref.WeakMethod[Callable[..., None]]
     give_way: weakref.WeakMethod[Callable[[int], None]]
 
@@ -105,8 +119,7 @@ class ActivationOffload:
 
         Pinning takes long, and must not hold up ranks.
         """
-        # Ctrl-C may have taken the place of a `__del__` in the last iteration, and the memory would be held for ever.
-        self._travelling.drop_lost(self.device)
+        self._travelling.let_go_of_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -142,7 +155,7 @@ class ActivationOffload:
         return int(self.share * self._total) + 1  # as the share was rounded
 
     def recorded(self, room: Room, ran_out_again: bool) -> dict[str, Any]:
-        """What a workload has of saved tensors, where the plan decides how much of them leaves.
+        """The fields of a workload about saved tensors, where the plan decides how much of them moves.
 
         room: of the device, for state. ran_out_again: whether the user's code ran out of memory, and again at once.
         """
@@ -182,7 +195,7 @@ class ActivationOffload:
 
         known: parameters and buffers, which stay.
         """
-        self.end(key)  # an interruption may have ended the last forward before its hook
+        self.end(key)  # after Ctrl-C in a forward torch calls no hook at its end
         if not torch.is_grad_enabled() or self._is_recorded():
             return
         forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
@@ -191,6 +204,7 @@ class ActivationOffload:
         if forward.timed:
             forward.marks.append(self.device.mark())
             self._timed = forward
+        known = [*known, *(() if self.weights is None else self.weights.all_copies())]
         memory = (memory_of(local(unwrapped(p))) for p in known if not is_lazy(p))
         lasting = frozenset(storage_address(storage) for storage in memory if storage is not None)
         hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -239,8 +253,10 @@ class ActivationOffload:
         return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
 
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
-        """What autograd keeps in place of a tensor that it saves."""
+        """The stand-in that autograd keeps for a tensor that it saves."""
         part = local(tensor)
+        if self.weights is not None:
+            self.weights.check_saved(tensor)
         if self._is_eligible(tensor, part, lasting):
             return self._save(tensor, part, forward)
         if forward.waiting:
@@ -365,7 +381,11 @@ class ActivationOffload:
     def _unpack(self, packed: Kept) -> Tensor:
         """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
         packed.check()
-        return self._fetch(packed) if isinstance(packed, Packed) else packed.tensor
+        if isinstance(packed, Packed):
+            return self._fetch(packed)
+        if self.weights is not None:
+            self.weights.before_use(packed.tensor)
+        return packed.tensor
 
     @torch.no_grad()
     @exclusive

@@ -1,4 +1,4 @@
-"""What autograd keeps in place of a tensor that it saves, where the bytes are meanwhile, and what one forward saves."""
+"""Stand-ins for tensors that autograd saves, the places of their bytes meanwhile, and all that one forward saves."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Saved:
     """Where it came back to, and the copy there."""
 
     # Its life: `leave` starts the copy to a block on the host, and `free` lets go of the device's memory behind it.
-    # `bring_back` starts the copy into other memory, `read` makes tensors of that, and `drop` lets go of it when all
-    # have been read; with retain_graph it comes back again. User code may drop the graph at any point, where `__del__`
+    # `bring_back` starts the copy into other memory, `read` makes tensors of that, and lets go of it when all have
+    # been read; with retain_graph it comes back again. User code may drop the graph at any point, where `__del__`
     # leaves memory to the copies that still use it.
     def __init__(self, device: Device, part: Tensor, where: Range, travelling: Travelling) -> None:
         """where: bytes of the storage of `part`."""
@@ -116,7 +116,7 @@ class Saved:
         # What wrote the bytes must be over, and what has saved them, in whichever queues they were saved.
         saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(self._callers), *after))
         self._host = block, saving
-        # The copy reads the memory until it ends. If Ctrl-C interrupts `__del__`, this reference is the last one.
+        # The copy reads the memory until it ends.
         self._travelling[self._reference] = self._source, Op.SAVE
         return saving
 
@@ -171,33 +171,28 @@ class Saved:
         self._used += 1
         if self._used >= self.tensors:  # autograd has what it needs; with retain_graph it may ask again
             self.spent = True
-            self.drop()
+            self._back, self._used = None, 0  # the host has it still
         return found
 
-    def drop(self) -> None:
-        """Let go of what has come back: the host has it still."""
-        if self._back is not None and not self._used:
-            # No queue of the caller's has joined the copy, which may still write there.
-            self._device.keep(self._back[0], Op.RESTORE)
-        self._travelling.pop(self._reference, None)
-        self._back, self._used = None, 0
-
     def __del__(self) -> None:
-        if self._host is not None and self._source is not None:
-            # Unmapped memory is a fault, even of a copy that is of no use any more.
-            self._device.keep(self._source, Op.SAVE)
-        self.drop()
+        if self._host is not None:
+            self._travelling.let_go(self._reference, self._device)
 
 
 class Travelling(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
-    """Device memory that copies write or read. Ctrl-C may take the place of a `__del__`; then it is here still."""
+    """Device memory that copies write or read, and that no queue of the caller's is ordered behind."""
 
-    def drop_lost(self, device: Device) -> None:
-        """Let go of the memory of ranges that are gone, once its copies have ended."""
-        for reference, (tensor, op) in list(self.items()):
-            if reference() is None:
-                device.keep(tensor, op)
-                del self[reference]
+    def let_go(self, reference: weakref.ref[Saved], device: Device) -> None:
+        """Let go of the memory of a range that is gone, once its copy has ended."""
+        lost = self.pop(reference, None)
+        if lost is not None:
+            # The allocator would give it away, or unmap it, under a copy that runs, though that is of no use any more.
+            device.keep(*lost)
+
+    def let_go_of_lost(self, device: Device) -> None:
+        """The same for ranges of which Ctrl-C took the place of the `__del__`: Python says that it was ignored."""
+        for reference in [each for each in self if each() is None]:
+            self.let_go(reference, device)
 
 
 class Kept:
@@ -268,7 +263,7 @@ Node = tuple[int, int]
 
 
 class SavedByForward:
-    """What one forward saves, in order.
+    """The tensors that one forward saves, in order.
 
     saved: where it is, at the last place for what is saved again. sizes: in bytes; 0 for a second copy of the same
         memory, which is freed once.
@@ -317,7 +312,7 @@ class SavedByForward:
         return (saved for saved in found if saved is not None)
 
     def before(self, saved: Saved | None = None) -> Iterator[Saved]:
-        """Those that were saved before this one, or all, as far as they are needed yet, the last first."""
+        """The ranges saved before this one, or all, as far as they are needed yet, the last first."""
         for reference in reversed(self.saved[: None if saved is None else saved.place]):
             found = None if reference is None else reference()
             if found is not None:

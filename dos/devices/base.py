@@ -1,4 +1,4 @@
-"""What the engine asks of an accelerator. Streams and events stay behind this protocol."""
+"""The protocol of an accelerator. Streams and events stay behind this protocol."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
 from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
+from perfmodel.weights import WEIGHTS
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): 1-D tensors of equal length and dtype."""
 
 
-_STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE)
+_STREAMS = (GRADIENT, FLUSH, PREFETCH, PARAMETER, ON_DEVICE, SAVE, RESTORE, WEIGHTS)
 LANE_OF = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
 """The operations that a device has a stream for, and the lane of each."""
 
@@ -69,6 +70,16 @@ class ThreadJob:
         return self.future.result()
 
 
+@dataclass(frozen=True)
+class HostJob:
+    """Work of the host that has ended. A device need not wait for it."""
+
+    span: Span
+
+    def wait(self) -> Span:
+        return self.span
+
+
 class Mark(Protocol):
     """A place in the work that the caller queues on the device."""
 
@@ -106,7 +117,7 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """What profiles call it."""
+        """Its name in profiles."""
 
     @property
     def known_profile(self) -> HardwareProfile | None:
@@ -144,6 +155,15 @@ class Device(Protocol):
     def free(self, buffer: Tensor) -> None:
         """Give back what `allocate` gave, of which threads may have views yet. No work in flight may use it."""
 
+    def refill(self, buffer: Tensor) -> None:
+        """Give memory, uninitialised, to a 1-D uint8 tensor of the device whose storage was emptied.
+
+        All tensors in its storage have it. Raises torch.OutOfMemoryError.
+        """
+
+    def empty(self, buffer: Tensor) -> None:
+        """Free the memory of such a tensor's storage. No work in flight may use it; in `owner`, what is queued may."""
+
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         """Let the memory stay, once it is let go of, until what is queued so far may not use it any more.
 
@@ -160,7 +180,7 @@ class Device(Protocol):
         """Free and total device memory as the runtime sees it."""
 
     def cached(self) -> Cached:
-        """What this process has reserved, used or not: what else is not free is others'."""
+        """The bytes that this process has reserved, used or not: all else that is not free is others'."""
 
     def trim(self) -> None:
         """Give what is reserved and not used back to all. May wait for the device."""

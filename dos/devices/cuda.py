@@ -40,7 +40,7 @@ _BRACKETS = 3
 
 _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
-_URGENT = (Op.SAVE, Op.RESTORE)
+_URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 """Copies for which compute waits. Nothing comes between their pieces."""
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others, and
@@ -124,16 +124,28 @@ class CudaDevice:
             unpin(tensor, unused)
 
     def allocate(self, nbytes: int) -> Tensor:
+        with self._of_owner():
+            return self._empty(nbytes)
+
+    @contextmanager
+    def _of_owner(self) -> Iterator[None]:
+        """Take memory from the owner's, for the queue in which the caller works."""
         # The allocator keeps what is freed for the queue that took it; of a framework's it would be lost to the model.
         with torch.cuda.stream(cast(torch.cuda.Stream, self.owner)):
-            buffer = self._empty(nbytes)
+            yield
         if self.caller() != self.owner:
             # What the caller queues next may write there, where the owner's work may still read.
             self.join(self._mark(self.owner))
-        return buffer
 
     def _empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def refill(self, buffer: Tensor) -> None:
+        with self._of_owner():
+            buffer.untyped_storage().resize_(buffer.nbytes)
+
+    def empty(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
 
     def free(self, buffer: Tensor) -> None:
         pass  # the caching allocator takes the memory when the last view goes
@@ -403,7 +415,7 @@ class _Clock(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """What the caching allocator's segments are like.
+    """The state of the caching allocator's segments.
 
     allocated: bytes of all that it ever made when this was read, at so many seconds of time.perf_counter.
     expandable: whether it can give back parts of them. private: bytes that are free in the pools of CUDA graphs and of

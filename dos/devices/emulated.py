@@ -121,9 +121,6 @@ class EmulatedDevice:
         self.usage()
         if not 0 <= self.peak_bytes <= capacity:
             raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
-        for stream in self._streams.values():
-            # At once: an interruption within the start of a thread could leave two of them.
-            stream.submit(lambda: None).result()
         renewed.add(self)
 
     def __repr__(self) -> str:
@@ -169,16 +166,32 @@ class EmulatedDevice:
 
     @exclusive
     def allocate(self, nbytes: int) -> Tensor:
+        self._check(nbytes)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._hold(buffer)
+        return buffer
+
+    def _check(self, nbytes: int) -> None:
         free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
             )
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def _hold(self, buffer: Tensor) -> None:
         storage = buffer.untyped_storage()
         self._live[storage_address(storage)] = storage
         self.usage()
-        return buffer
+
+    @exclusive
+    def refill(self, buffer: Tensor) -> None:
+        self._check(buffer.nbytes)
+        buffer.untyped_storage().resize_(buffer.nbytes)
+        self._hold(buffer)
+
+    def empty(self, buffer: Tensor) -> None:
+        buffer.untyped_storage().resize_(0)
+        self.free(buffer)
 
     def free(self, buffer: Tensor) -> None:
         self._live.pop(storage_address(buffer.untyped_storage()), None)
@@ -287,7 +300,7 @@ class EmulatedDevice:
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
     ) -> Job:
-        urgent = op in (Op.SAVE, Op.RESTORE)
+        urgent = op in (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 
         def run() -> Span:
             # Streams cannot wait for each other in a circle: what this one waits for was issued before.

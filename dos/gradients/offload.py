@@ -76,8 +76,8 @@ class OffloadedGradients:
 
     # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to those
     # before it (`_arrive`, `_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and
-    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an interruption none may
-    # be used.
+    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an exception none may be
+    # used.
     def __init__(self, store: HostStore, *, enabled: bool, native: bool) -> None:
         """native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`."""
         self.enabled = enabled
@@ -115,7 +115,7 @@ class OffloadedGradients:
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
-        # Ctrl-C from here on leaves it open whether the gradient was added.
+        # An exception from here on leaves it open whether the gradient was added.
         self._torn = True
         staged, total = arena.gradient, arena.accumulated
         subgroup = subgroups[0] if subgroups else None
@@ -132,7 +132,7 @@ class OffloadedGradients:
             there = None if total is None else total[place]
             # One thread adds all, in the order of backward: sums have the same bits each time.
             arrived = ledger.lane.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
-        record.parameter.grad = None
+        record.leaf.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
         self._totals[record] = _Total(arrived, values, total is None, thread)
         self._torn = False
@@ -221,12 +221,12 @@ class OffloadedGradients:
         return total.values
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:
-        """What stands for the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        """A handle of the parameter's gradient as it is now: another object once it changes; None: it has none."""
         total = self._totals.get(record)
         return None if total is None else total.arrived
 
     def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
-        """What is here, each with its handle; of the parameters with these ids alone, if given."""
+        """The gradients that are here, each with its handle; of the parameters with these ids alone, if given."""
         chosen = [r for r in self._totals if parameters is None or id(r.parameter) in parameters]
         return [(record, self._totals[record].arrived) for record in chosen]
 

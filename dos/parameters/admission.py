@@ -1,4 +1,4 @@
-"""What can be optimised: parameters, their gradients, and state that users bring."""
+"""Checks of what can be optimised: parameters, their gradients, and state that users bring."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def check_parameter(
             f"{name_of(parameter, group)}: found {setting}, set after the optimizer first updated it, so that its "
             f"state has no {field!r}; set it back, or save optimizer.state_dict(), build a new optimizer, load it "
             f"there and set {setting} before its first step"
+        )
+    if devices.awaits(parameter):
+        raise RuntimeError(
+            f"{name_of(parameter, group)} is on the host, and the optimizer was built with device={devices.requested}; "
+            "call optimizer.attach(model, weights=...) before the first forward, with which weights are on the device "
+            "while they are used, or move the model there"
         )
     check_kind(parameter, group, devices, rule)
     problem = rule.problem(entry, parameter)

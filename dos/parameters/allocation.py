@@ -7,6 +7,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -67,7 +68,9 @@ class Allocation:
     def _format(self, parameter: Tensor, group: Group) -> Format:
         """Of the parameter's state."""
         rule = self._options.rule
-        return rule.format(parameter, accelerated=self._devices.holds(parameter), extra=rule.extra(group))
+        # The home of weights that stream is what an update on the host writes to: they need no master of their type.
+        accelerated = self._devices.holds(parameter) and id(parameter) not in self._devices.streamed
+        return rule.format(parameter, accelerated=accelerated, extra=rule.extra(group))
 
     def host_bytes(self, parameter: Tensor, group: Group) -> int:
         """Host memory for the state of a parameter, at most, with one micro-batch in each step.
@@ -75,10 +78,14 @@ class Allocation:
         The memory in which offloaded gradients of several add up is asked for when the second comes.
         """
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
-        most = HostBytes.of(numel, self._format(parameter, group), accelerated=accelerated)
+        state = self._format(parameter, group)
+        most = HostBytes.of(numel, state, accelerated=accelerated)
+        if id(parameter) in self._devices.streamed:
+            most = replace(most, parameter_staging=numel * state.value_bytes)
         if not (accelerated and self._lasting):
             return most.total
         gradients = numel * parameter.dtype.itemsize if self._options.offload_gradients else 0
+        gradients += most.parameter_staging if id(parameter) in self._devices.streamed else 0
         return gradients + (most.state if self._devices.shares_host_memory else 0)
 
     def takes_host_memory_at_once(self, parameter: Tensor) -> bool:
@@ -134,6 +141,7 @@ class Allocation:
                 state,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
                 part=1 if self._options.rule.whole else rounded(size),  # of whole parameters they differ in size
+                weights=id(parameters[0]) in self._devices.streamed,
             )
         records = make_records(parameters, arena, first)
         if not accelerated and any(record.sharded for record in records):

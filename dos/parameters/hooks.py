@@ -15,6 +15,7 @@ from dos.sharding import ddp
 from dos.torch_internals import fsdp2
 from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_dict import set_first
+from dos.torch_internals.module_parameters import parameters_of
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -32,8 +33,8 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
 
 
 def lasting(model: nn.Module) -> list[Tensor]:
-    """What of a model outlives its forward."""
-    return [*model.parameters(), *model.buffers()]
+    """The tensors of a model that outlive its forward."""
+    return [*parameters_of(model), *model.buffers()]
 
 
 class Attachment:
@@ -59,6 +60,8 @@ class Attachment:
         self._captured: set[int] = set()
         """The ids of parameters that replays of a CUDA graph may read."""
         self._first_use: dict[int, None] = {}
+        self.homes: dict[int, Tensor] = {}
+        """The parameters of which a block's modules have copies while it computes, by the ids of these."""
         self._ordered = 0
         """How many of these `take_new_order` has given."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
@@ -70,7 +73,7 @@ class Attachment:
             fsdp2.wait_before_gathering(group, self)
         ddp.wait_before_broadcasts(self)
         self._add(model)
-        alone = _hook(model, self._detach_if_alone)
+        alone = module_hook(model, self._detach_if_alone)
         self._handles.append(model.register_forward_pre_hook(alone, prepend=True))
 
     @property
@@ -81,6 +84,8 @@ class Attachment:
     def surround(self, offload: Any) -> None:
         """If anything is to leave, call `begin` and `end` of `offload` around each forward, even one that raises."""
         amount, model, reference = self._amount, self._model(), weakref.ref(offload)  # a model keeps no optimizer alive
+        if amount is None and self.homes:
+            amount = 0.0  # none leaves, but each that is of a block's weights has to ask for them in backward
         if amount is None or model is None:
             return
         offload.prepare(amount)
@@ -96,8 +101,8 @@ class Attachment:
                 alive.end(module)
 
         self._handles += [
-            model.register_forward_pre_hook(_hook(model, begin), prepend=True),
-            model.register_forward_hook(_hook(model, end), always_call=True),
+            model.register_forward_pre_hook(module_hook(model, begin), prepend=True),
+            model.register_forward_hook(module_hook(model, end), always_call=True),
         ]
 
     def take_new_order(self) -> list[int] | None:
@@ -107,7 +112,7 @@ class Attachment:
 
     def covered(self) -> set[int]:
         """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
-        ran = {id(p) for module, whole in self._ran.items() for p in module.parameters(recurse=whole)}
+        ran = {id(p) for module, whole in self._ran.items() for p in self._own(module, recurse=whole)}
         return (ran | self._gathered) - self._captured
 
     def detach(self) -> None:
@@ -125,9 +130,13 @@ class Attachment:
         if self._watcher() is None:
             self.detach()
 
+    def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
+        """The module's parameters as the optimizer knows them; those of a block that computes are copies."""
+        return [self.homes.get(id(p), p) for p in parameters_of(module, recurse=recurse)]
+
     def _add(self, module: nn.Module) -> None:
         compiled = is_compiled(module)
-        before = _hook(module, self._before_compiled if compiled else self._before_module)
+        before = module_hook(module, self._before_compiled if compiled else self._before_module)
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_state_dict_pre_hook(_Wait(self._finish_all)),
@@ -146,7 +155,7 @@ class Attachment:
         # Its parameters are gathered ones now; the all-gather has waited for the shards.
         if module in self._sharded:
             return
-        own = list(module.parameters(recurse=False))
+        own = self._own(module, recurse=False)
         if module not in self._ran:
             self._ran[module] = False
             self._first_use |= dict.fromkeys(map(id, own))
@@ -161,7 +170,7 @@ class Attachment:
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True
-        self.finish(module.parameters())
+        self.finish(self._own(module))
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """They are about to be used: wait for their updates."""
@@ -178,7 +187,7 @@ class Attachment:
         if watcher is None:
             return
         if module is not None and watcher.capturing():
-            self.finish(module.parameters())
+            self.finish(self._own(module))
         else:
             watcher.synchronize()
 
@@ -187,12 +196,13 @@ class Attachment:
 class _Wait:
     """A hook on a module; a copy or pickle of it, as made with its module, is one that does nothing."""
 
-    wait: Callable[[nn.Module], None] | None = None
+    wait: Callable[..., None] | None = None
     on_copy: Callable[[], None] | None = None
+    with_arguments: bool = False
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if self.wait is not None:
-            self.wait(module)
+            self.wait(module, *(arguments if self.with_arguments else ()))
 
     @property
     def __name__(self) -> str:
@@ -208,6 +218,10 @@ class _Wait:
         return _Wait, ()
 
 
-def _hook(module: nn.Module, call: Callable[[nn.Module], None]) -> Callable[..., None]:
-    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be."""
-    return torch.compiler.disable(_Wait(call)) if is_compiled(module) else _Wait(call)
+def module_hook(module: nn.Module, call: Callable[..., None], *, with_arguments: bool = False) -> Callable[..., None]:
+    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be.
+
+    with_arguments: whether `call` takes those of the hook beside the module.
+    """
+    hook = _Wait(call, with_arguments=with_arguments)
+    return torch.compiler.disable(hook) if is_compiled(module) else hook

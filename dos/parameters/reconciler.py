@@ -20,7 +20,7 @@ from dos.torch_internals.tensors import is_view
 
 
 class Look(NamedTuple):
-    """What a step finds of the parameters that have a gradient, with their groups.
+    """The parameters that have a gradient as a step finds them, with their groups.
 
     settled: are as the last step left them; others: about these something is new, or they are.
     gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.
@@ -139,7 +139,6 @@ class Reconciler:
         if not record.fresh:
             self._make_homes([record])
             self._rule.write_entry(entry, record.parameter, record.views)
-        # In an order that can be interrupted: what the entry says is lost at no point.
         for key in self._rule.keys:
             if key not in record.views:
                 entry.pop(key, None)

@@ -75,13 +75,20 @@ class Registry:
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
         """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
+        self.expected = 0
+        """Parameters on the accelerator that are enrolled one after another; sizes of subgroups follow from all."""
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
         """The parameter's record, if it has a place in an arena."""
         return self.records.get(id(parameter))
 
+    def leaf(self, parameter: Tensor) -> Tensor:
+        """Where backward writes the parameter's gradient."""
+        record = self.records.get(id(parameter))
+        return parameter if record is None else record.leaf
+
     def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
-        """Those in which parameters lie, of which some may have no place yet."""
+        """The subgroups in which parameters lie; some may have no place yet."""
         found = (self.records.get(id(p)) for p in parameters)
         return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
 
@@ -100,10 +107,13 @@ class Registry:
         return self._loads
 
     def gradient_bytes(self) -> int:
-        """Device memory through which any one subgroup's offloaded gradients come up again for its update there."""
+        """Device memory through which any one subgroup's offloaded gradients come up again for its update there.
+
+        With its weights, where those stream.
+        """
         if not self.offloaded.enabled:
             return 0
-        return max((s.offloaded_gradient_bytes for s in self.accelerated), default=0)
+        return max((s.passing_bytes for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
         """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.
@@ -203,7 +213,7 @@ class Registry:
         self._let_go_of_others(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
+        """This rank's parts of DTensors, which may have been written to without being counted; see `look_at_bits`."""
         return [(record, record.local) for record in self.records.values()] if self.meshes else []
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
@@ -221,7 +231,7 @@ class Registry:
             check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
-        size = self._allocation.size_on_device(there)
+        size = self._allocation.size_on_device(max(there, self.expected))
         records: list[ParameterRecord] = []
         subgroups: list[Subgroup] = []
         for run, group in runs:
@@ -229,7 +239,7 @@ class Registry:
             records += made
             subgroups += cut
         with self._guard.change():
-            # Interrupted in between, a parameter would have a record and no subgroup, and no step would update it.
+            # What has a record and no subgroup would be updated by no step.
             self.places.update({record: [] for record in records})
             for subgroup in subgroups:
                 for piece in subgroup.pieces:
@@ -281,4 +291,5 @@ def tell_autograd(records: Collection[ParameterRecord]) -> None:
     """Have backward refuse graphs in which the parameters have other values than from now on."""
     # Through whichever name autograd knows them.
     parts = [record.local for record in records if record.sharded]
+    parts += [record.leaf for record in records if record.leaf is not record.parameter]
     torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])

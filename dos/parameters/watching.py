@@ -13,14 +13,14 @@ from dos.torch_internals.tensors import hook_again, tensor_address
 
 
 class _Hook(NamedTuple):
-    """Of one parameter. address: of torch's own tensor."""
+    """Of one parameter. address: of torch's own tensor, which has the hook."""
 
     handle: RemovableHandle
     address: int
 
 
 _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
-"""Those that were last to watch each parameter, by its id."""
+"""The last to watch each parameter, by its id."""
 
 
 class Watching:
@@ -31,8 +31,10 @@ class Watching:
         self._watcher = weakref.ref(watcher)  # parameters must not keep their optimizer alive
         self._takes = takes
         self._watched: dict[Tensor, _Hook] = {}
+        self._leaves: dict[Tensor, Tensor] = {}
+        """Where backward writes gradients, if that is another tensor than the parameter."""
         self._sharing: weakref.WeakSet[Watching] = weakref.WeakSet()
-        """Others that watch, or have watched, any of these."""
+        """The other instances that watch, or have watched, any of these."""
         # Parameters outlive their optimizer, and each backward would call its hooks in vain.
         weakref.finalize(watcher, self.keep)
 
@@ -65,16 +67,24 @@ class Watching:
         _last[id(parameter)] = self
         if not parameter.requires_grad:
             return
-        reference = self._watcher
+        reference, leaf = self._watcher, self._leaf(parameter)
+        home = None if leaf is parameter else parameter  # a parameter whose hook has it would never be freed
 
-        def report(parameter: Tensor) -> None:
+        def report(written: Tensor) -> None:
             alive = reference()
             if alive is not None:
-                alive.gradient_ready(parameter)
+                alive.gradient_ready(written if home is None else home)
 
-        self._watched[parameter] = _Hook(
-            parameter.register_post_accumulate_grad_hook(report), tensor_address(parameter)
-        )
+        self._watched[parameter] = _Hook(leaf.register_post_accumulate_grad_hook(report), tensor_address(leaf))
+
+    def watch_at(self, parameter: Tensor, leaf: Tensor) -> None:
+        """Watch the parameter from now on where backward writes its gradient."""
+        self.watch(parameter, wanted=False)
+        self._leaves[parameter] = leaf
+        self.watch(parameter, wanted=True)
+
+    def _leaf(self, parameter: Tensor) -> Tensor:
+        return self._leaves.get(parameter, parameter)
 
     def renew(self) -> None:
         """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
@@ -82,7 +92,7 @@ class Watching:
         Raises RuntimeError if another one does that is still there.
         """
         # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
-        for parameter in [p for p, hook in self._watched.items() if hook.address != tensor_address(p)]:
+        for parameter in [p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p))]:
             hook_again(parameter)
             self._watched[parameter] = self._watched[parameter]._replace(address=tensor_address(parameter))
         if not self._takes:
@@ -103,3 +113,4 @@ class Watching:
         """Watch no parameters but those with these ids."""
         for parameter in [p for p in self._watched if id(p) not in wanted]:
             self._watched.pop(parameter).handle.remove()
+            self._leaves.pop(parameter, None)

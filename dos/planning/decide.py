@@ -25,6 +25,7 @@ class Facts:
     workload: subgroups, memory, pace, saved tensors, and the limits of the host's memory.
     saved_bytes: saved tensors that moved to the host in this forward; infinite before its end is known. State comes to
         the room that they make in the next backward, once that was seen: callers may still hold what moved.
+    blocks: those whose weights stay on the device, once the device has denied memory to others; None before.
     denied: the subgroups for which the device had no memory when this step asked for it.
     rooms: see there; None without a disk, and before a step.
     reverse: whether what passes through windows goes in the reverse order of the last step.
@@ -32,6 +33,7 @@ class Facts:
 
     workload: Workload
     saved_bytes: float = math.inf
+    blocks: frozenset[int] | None = None
     denied: frozenset[int] = frozenset()
     rooms: Rooms | None = None
     reverse: bool = False
@@ -50,7 +52,16 @@ def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
         plan = dataclasses.replace(spilled(meanwhile(less), less), activation_bytes=plan.activation_bytes)
     plan = off_cpu(ordered(plan, work, reverse=facts.reverse).on_host(facts.denied), work)
+    if work.blocks:
+        plan = dataclasses.replace(plan, blocks_on_device=_blocks(plan, work) if facts.blocks is None else facts.blocks)
     return plan if facts.rooms is None else _where_there_is_room(plan, facts.rooms)
+
+
+def _blocks(plan: Plan, work: Workload) -> frozenset[int]:
+    """The blocks whose weights stay: the plan's, or as many as there may be."""
+    count = len(plan.blocks_on_device)
+    allowed = int(min(max(count, work.blocks_least), work.blocks_most, len(work.blocks)))
+    return plan.blocks_on_device if count == allowed else work.staying(allowed)
 
 
 def _where_there_is_room(plan: Plan, rooms: Rooms) -> Plan:

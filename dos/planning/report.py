@@ -1,4 +1,4 @@
-"""What the last step did and why: for people, for logs and for monitors."""
+"""Reports of the last step, with reasons: for people, for logs and for monitors."""
 
 from __future__ import annotations
 
@@ -134,6 +134,8 @@ class Report:
             "disk_held_bytes": self.disk_bytes if self.workload.windows else None,
             "memory_for_state_bytes": self.workload.peak_free_bytes,
         }
+        if self.workload.blocks:
+            found |= {"blocks_on_device": len(self.plan.blocks_on_device), "weight_bytes_fetched": self._fetched_bytes}
         if self._leaving is not None:
             left, whole = self._leaving
             found |= {"activation_bytes": left, "activation_share": left / max(whole, 1)}
@@ -145,13 +147,20 @@ class Report:
         lines = [
             f"Plan: {self.plan}",
             f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
-            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state, "
+            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state"
+            f"{' and of weights' if work.blocks else ''}, "
             f"{size_of(self.held_bytes)} of which is there now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: {self.why}",
         ]
         if work.windows:
             lines += [f"Disk: {size_of(self.disk_bytes)} of state rests there; {self._host()}"]
+        if work.blocks:
+            count, kept = len(work.blocks), len(self.plan.blocks_on_device)
+            lines += [
+                f"Weights: {kept} of {count} blocks stay on the device; those of the others, "
+                f"{size_of(self._fetched_bytes)}, come from the host for each forward and each backward"
+            ]
         if self._leaving is not None:
             lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
         lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
@@ -189,6 +198,12 @@ class Report:
         work, free = self.workload, self.workload.host_free_bytes
         room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
         return f"the host has room for {room}, beside {work.windows} windows"
+
+    @property
+    def _fetched_bytes(self) -> int:
+        """Bytes of the weights that a forward fetches."""
+        blocks, there = self.workload.blocks, self.plan.blocks_on_device
+        return sum(block.nbytes for b, block in enumerate(blocks) if b not in there)
 
     @property
     def _leaving(self) -> tuple[int, int] | None:
@@ -234,7 +249,7 @@ class Report:
 def why_changed(
     before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
 ) -> str:
-    """What is different from when the plan before was made.
+    """The differences from when the plan before was made.
 
     believed, profile: the rates then and now; None if no policy asks for any.
     """

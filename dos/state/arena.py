@@ -94,6 +94,8 @@ class Arena:
     gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
     parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
         Where masters are split it has their upper halves, of the subgroups that the host updates.
+    weights: whether `parameter` is the home of the parameters themselves, which then have no master of their own type.
+    streams: whether they are there now, and on the device only while their block computes.
 
     What lies on the host takes memory when `make` is called for it, or when something is written there.
     """
@@ -107,6 +109,7 @@ class Arena:
         *,
         tier: Tier = Tier.HOST,
         part: int = 1,
+        weights: bool = False,
     ) -> None:
         """part: elements of its subgroups, whose host memory is made one by one where they share no pages."""
         self.dtype = parameters[0].dtype
@@ -116,6 +119,7 @@ class Arena:
         self.device = device
         self.rule = rule
         self.format = state
+        self.weights, self.streams = weights, False
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []
@@ -124,7 +128,7 @@ class Arena:
         self._staging: dict[str, HostTensor] = {}
         if device is not None:
             self._stage("gradient", self.dtype)
-            if self.format.stages_parameters and tier is Tier.HOST:
+            if weights or (self.format.stages_parameters and tier is Tier.HOST):
                 self._stage("parameter", self.dtype)
         self._slices: dict[tuple[int, int], State] = {}
 
@@ -158,6 +162,15 @@ class Arena:
     def home(self) -> list[HostTensor]:
         """The host memory of its state."""
         return list(self._homes.values())
+
+    def weights_at_home(self) -> HostTensor:
+        """The host memory of the parameters themselves, where `weights`."""
+        return self._staging["parameter"]
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether an update on the host reads the parameters, and not a master alone."""
+        return self.format.splits or (self.weights and self.format.master is None)
 
     def staging(self) -> list[HostTensor]:
         """The host memory through which gradients come and parameters go, and in which gradients add up."""

@@ -38,7 +38,7 @@ class DeviceStore:
         self.denied: int | None = None
         self.device = device
         self._passing: dict[Subgroup, State] = {}
-        """What passes through a slot, by subgroup."""
+        """State that passes through a slot, by subgroup."""
         self._expected = False
         self._logged = False
 
@@ -106,8 +106,7 @@ class DeviceStore:
         """Give the slots back. Nothing in flight may use them."""
         self._passing = {}
         while self.slots:
-            self.device.free(self.slots[-1])
-            self.slots.pop()  # not before: what is interrupted here is done again
+            self.device.free(self.slots.pop())
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         try:

@@ -118,9 +118,11 @@ class HostStore:
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """What goes with its home: not gradients that may be waiting for the step."""
+        """The memory that goes with its home: not gradients that may wait for the step, nor weights that stream."""
         arena = subgroup.arena
-        kept = arena.incoming() if self._keeps_gradients else ()
+        kept = arena.incoming() if self._keeps_gradients else []
+        if arena.streams:  # the parameters themselves are there
+            kept = [*kept, arena.weights_at_home()]
         return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:
@@ -155,6 +157,13 @@ class HostStore:
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
         self._whole.add(tensor)
+
+    def hold(self, tensor: HostTensor) -> None:
+        """Make all of a tensor that holds weights without state. Raises as `reserve`."""
+        self._check(tensor.tensor.nbytes)
+        tensor.allow_huge_pages(0, len(tensor.tensor))
+        tensor.make(0, len(tensor.tensor))
+        self._tensors.add(tensor)
 
     def join_homes(self) -> None:
         """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""

@@ -21,6 +21,7 @@ class ParameterRecord:
     """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
 
     parameter: as users have it. sharded: whether that is a DTensor.
+    leaf: the tensor whose gradient backward writes: the parameter, or its copy on the device where weights stream.
     local: what this rank has of it, which is what is updated; all other figures are of that.
     kind: of `local`, which must not change. layout: of that, in whose order the state has its elements.
     number: of the record among those of its optimizer.
@@ -35,7 +36,7 @@ class ParameterRecord:
     """
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
-        self.parameter = parameter
+        self.parameter = self.leaf = parameter
         self.sharded = is_sharded(parameter)
         self.arena = arena
         self.offset = offset
@@ -66,8 +67,8 @@ class ParameterRecord:
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient that is with the parameter."""
-        gradient = self.parameter.grad
+        """This rank's part of the gradient that backward has left."""
+        gradient = self.leaf.grad
         return local(gradient) if self.sharded and gradient is not None else gradient
 
     @property
@@ -86,6 +87,14 @@ class ParameterRecord:
             self.flat = self._memory.resolve_neg().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
+
+    def relocate(self, *, written: bool) -> None:
+        """Follow the parameter to where its optimizer has moved it. written: whether user code changed it before."""
+        _, self._dtype, self._shape, self.layout = self.kind = kind_of(self.local)
+        self.locate()
+        self.saw()
+        if written:
+            self.version = -1
 
     def moved(self) -> bool:
         """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
@@ -230,7 +239,7 @@ Layout = tuple[int, ...] | None
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, Layout]:
-    """What of a parameter must stay as it was when it got its record."""
+    """The properties of a parameter that must stay as they were when it got its record."""
     return tensor.device, tensor.dtype, tensor.shape, _layout(tensor)
 
 

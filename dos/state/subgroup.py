@@ -104,6 +104,12 @@ class Subgroup:
         """Bytes of a slot that takes its gradients as they are, or are added up, on the host."""
         return aligned(self.numel * torch.float32.itemsize)
 
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of a slot that takes these gradients, with the weights where those stream."""
+        weights = self.numel * self.arena.dtype.itemsize if self.arena.streams else 0
+        return self.offloaded_gradient_bytes + aligned(weights)
+
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""
         return SubgroupLoad.of(self.numel, self.arena.format, on_cpu=self.arena.rule.on_cpu)

@@ -16,7 +16,7 @@ from dos.state.subgroup import Subgroup
 
 
 class Window(NamedTuple):
-    """What is in a window while a subgroup has it.
+    """The contents of a window while a subgroup has it.
 
     pages: the state as it is on disk, 1-D uint8; state: the same by fields.
     gradient, parameter: room for gradients and new parameters on their way, as `Subgroup` has it at home.
@@ -37,7 +37,7 @@ def window_bytes(subgroups: Iterable[Subgroup]) -> int:
     """Bytes of a window that takes any one of these."""
     # Asked in every step, so of the largest of each arena alone.
     largest = {s.arena: s for s in sorted(subgroups, key=lambda s: s.numel)}.values()
-    tensors = ((*s.state.tensors(), s.gradient, s.parameter) for s in largest)
+    tensors = ((*s.state.tensors(), s.gradient, None if s.arena.streams else s.parameter) for s in largest)
     return max((sum(aligned(t.nbytes, PAGE) for t in each if t is not None) for each in tensors), default=0)
 
 
@@ -76,8 +76,9 @@ class Windows:
         buffer, pages = self._buffers[number], disk_bytes(subgroup)
         gradient, parameter = subgroup.gradient, subgroup.parameter
         room = buffer[pages : pages + gradient.nbytes].view(gradient.dtype)
-        beside = None
-        if parameter is not None:
+        # Weights that stream have their home on the host whatever the state does.
+        beside = parameter if subgroup.arena.streams else None
+        if parameter is not None and beside is None:
             beside = buffer[pages + aligned(gradient.nbytes, PAGE) :][: parameter.nbytes].view(parameter.dtype)
         window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), room, beside)
         self._entered[subgroup] = window

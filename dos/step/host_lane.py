@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from dos.devices import Device, Job
+from dos.devices.base import HostJob
 from dos.machine.threads import leave_a_core
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span
@@ -21,7 +22,7 @@ class Turn(NamedTuple):
     number: of the subgroup in the plan.
     ready: the jobs that bring its gradients, and its state if that was elsewhere.
     after: those before whose end its parameters may not be overwritten.
-    done: receives the job that brings the new ones to the device, or what went wrong.
+    done: receives the job that brings the new ones to the device, or has updated them at home, or what went wrong.
     """
 
     number: int
@@ -38,8 +39,6 @@ class HostLane:
         self._device = device
         self._spans: list[Span] = []
         self.renew()
-        # At once: an interruption within the start of a thread could leave two of them.
-        self.submit(lambda: None).result()
 
     def renew(self) -> None:
         """A thread from the next `submit` on; a forked child does not inherit the one there was."""
@@ -81,7 +80,10 @@ class HostLane:
         traffic = int(turn.work.numel * state.update_traffic)
         with self._device.host_update(turn.work.numel, traffic, state.name) as start:
             turn.work.apply_on_host()
-        self._spans.append(Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter()))
+        span = Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter())
+        if turn.work.subgroup.arena.streams:  # the new parameters are at home
+            return HostJob(span)
+        self._spans.append(span)
         # Whatever the caller queued before the step still reads the old parameters.
         return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
 

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dos.devices import Copy, Device, Job, Mark
+from dos.devices.base import HostJob
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
@@ -36,10 +39,12 @@ def on_disk(job: Job) -> bool:
     return isinstance(job, DiskJob | Promise)
 
 
-def _on_device(job: Job) -> Job | None:
-    """The job as the device knows it, once that is issued; None: it was of the disk, and has ended."""
+def on_device(job: Job) -> Job | None:
+    """The job as the device knows it, once that is issued; None: it was of the disk or the host, and has ended."""
     if isinstance(job, Promise):
-        return job.future.result()
+        job = job.future.result()
+    if isinstance(job, HostJob):
+        return None
     if isinstance(job, DiskJob):
         job.wait()
         return None
@@ -89,6 +94,8 @@ class Step:
         self._stores = stores
         self._subjects = subjects
         self._promised = set[Stream]()
+        self._beside: dict[Subgroup, Tensor] = {}
+        """The parts of slots to which offloaded gradients come, and with them weights that stream."""
 
     def issue(self) -> list[Turn]:
         """Issue what is not under way yet; returns what the host's lane has to do."""
@@ -114,6 +121,9 @@ class Step:
                 # waiting for the end of backward there would hold up gradients that are here.
                 ready[number] = [job for other in task.after if other != under_way for job in jobs[other]]
                 jobs.append(())
+                if self._streams(task):  # the new parameters go nowhere
+                    turns.append(self._turn(task, ready[number], ()))
+                    jobs[-1] = (Promise(turns[-1].done),)
             elif task.stream is Stream.PARAMETER:
                 turns.append(self._turn(task, ready[task.after[0]], after))
                 jobs.append((Promise(turns[-1].done),))
@@ -131,6 +141,7 @@ class Step:
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
         # They hold gradients, whose memory the next backward needs while the ledger still holds this step.
         self._subjects = ()
+        self._beside.clear()
         return turns
 
     @property
@@ -167,6 +178,10 @@ class Step:
             if not future.done():
                 future.set_exception(error)
 
+    def _streams(self, task: Task) -> bool:
+        """Whether the weights of the task's subgroup are on the host."""
+        return task.subgroup is not None and self._subjects[task.subgroup].subgroup.arena.streams
+
     def _turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
         done = self.done[subgroup] = Future()
@@ -184,14 +199,23 @@ class Step:
             if task.move is not None:
                 device.occupy(subgroup, task.slot)
             if update is not None and update.offloaded:
-                copies = update.fetch_gradients(device.beside(subgroup, task.slot))
+                self._beside[subgroup] = device.beside(subgroup, task.slot)
+                copies = update.fetch_gradients(self._beside[subgroup])
+        elif task.op is Op.FLUSH and update is not None and subgroup in self._beside:
+            copies = update.flush_weights(self._beside[subgroup])
         number, move = task.subgroup, task.move
         if move is None:
-            return self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
-        # The disk's threads wait for whatever comes before; only what the device queues needs `_issue`.
-        if Tier.DISK in move:
+            job = self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
+        elif Tier.DISK in move:
+            # The disk's threads wait for whatever comes before; only what the device queues needs `_issue`.
             return self._stores.copy(move, number, subgroup, after)
-        return self._issue(task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after)
+        else:
+            job = self._issue(
+                task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after
+            )
+        if task.op is Op.FLUSH and self._streams(task) and update is not None:
+            self.done[subgroup] = _issued(job)  # the weights are at home then
+        return job
 
     def _issue(self, stream: Stream, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
         """Issue what waits for work on the device alone now, all else on the thread that reads from disk, in order.
@@ -207,7 +231,7 @@ class Step:
 
         def run() -> None:
             try:
-                later.set_result(issue([job for job in map(_on_device, after) if job is not None]))
+                later.set_result(issue([job for job in map(on_device, after) if job is not None]))
             except BaseException as error:
                 # Nobody would hear of it on the disk's thread. It is raised where the job is waited for.
                 later.set_exception(error)
@@ -256,20 +280,15 @@ class Step:
             return self._device.launch(i, update, task.size, after, reads, name)
 
         job = self._issue(task.stream, launch, after)
-        done: Future[Job] = Future()
-        if isinstance(job, Promise):
-            done = job.future
-        else:
-            done.set_result(job)
-        self.done |= {each.update.subgroup: done for each in updates}
+        done = _issued(job)
+        self.done |= {each.update.subgroup: done for each in updates if not each.update.subgroup.arena.streams}
         return job
 
     def _placed(self, task: Task) -> Placed:
         _, subgroup, update = self._of(task)
         device, gradients = self._stores.device, None
         if update.offloaded:
-            assert task.slot is not None, "offloaded gradients come up through a slot"
-            gradients = device.beside(subgroup, task.slot)
+            gradients = self._beside[subgroup]
         return Placed(update, device.fetch(subgroup), gradients)
 
     def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:
@@ -277,6 +296,15 @@ class Step:
         subject = self._subjects[task.subgroup]
         assert subject.update is not None, "nothing is updated without a gradient"
         return task.subgroup, subject.subgroup, subject.update
+
+
+def _issued(job: Job) -> Future[Job]:
+    """The job once it is issued, which a `Promise` is later."""
+    if isinstance(job, Promise):
+        return job.future
+    done: Future[Job] = Future()
+    done.set_result(job)
+    return done
 
 
 def spans_of(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:

@@ -19,7 +19,7 @@ from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.host_lane import HostLane, InPlaceLane, Turn
-from dos.step.issue import Step, on_disk, spans_of
+from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit, wait_for_all
 from dos.step.work import SubgroupUpdate, Subject
@@ -231,7 +231,6 @@ class Ledger:
         """
         while self._freed and self._freed_bytes + nbytes > most:
             wait_for_all([self._freed[0]])
-            # Not before it has ended: an interrupted wait leaves it counted.
             self._freed_bytes -= self._freed.popleft().nbytes
 
     def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
@@ -259,15 +258,15 @@ class Ledger:
             subgroup = subgroups[i]
             if subgroup in self._state or self.at(subgroup) is not Tier.HOST:
                 continue
+            # After one denial no more is tried: each attempt makes the allocator empty its cache, in the middle of
+            # backward.
+            if store.reserve([subgroup]):
+                return
             try:
-                # After one denial no more is tried: each attempt makes the allocator empty its cache, in the middle of
-                # backward.
-                if store.reserve([subgroup]):
-                    return
                 self._fetch(i, subgroup)
             except BaseException:
-                if subgroup not in self._state and store.has(subgroup):
-                    store.drop(subgroup)  # no state comes there, and room without a transit is where state is
+                self.drain()  # a part of the copy may run
+                store.drop(subgroup)  # no state comes there, and room without a transit is where state is
                 raise
 
     def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
@@ -321,7 +320,7 @@ class Ledger:
 
     def abandon(self) -> None:
         """Cancel what backward has begun, once nothing of it is running. Resident state stays."""
-        # First: Ctrl-C may have come between the issue of a copy and its note, so that no transit names it.
+        # First: no transit names a copy that raised, of which a part may run.
         self.drain()
         self.cancel_slots()
         self.cancel()
@@ -408,6 +407,7 @@ class Ledger:
                 copies = update.download_written()
                 if copies:
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
+                if copies or subgroup.arena.streams:
                     update.follow_on_host()
             elif found[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first
@@ -461,9 +461,27 @@ class Ledger:
 
     def _join(self, done: Iterable[Future[Job]]) -> None:
         try:
-            for job in done:
-                # The new parameters are read from here on, and gradients overwritten.
-                self.device.join(job.result())
+            for future in done:
+                job = on_device(future.result())
+                if job is not None:
+                    # The new parameters are read from here on, and gradients overwritten.
+                    self.device.join(job)
+        except Exception as error:
+            raise self._guard.failure(error) from error
+
+    def updates(self, subgroups: Iterable[Subgroup], *, wait: bool) -> list[Job] | None:
+        """The jobs on the device after which weights of these are at home as the last step makes them.
+
+        Those that the host updates are at home already. wait: for the host; else None where it has yet to update some.
+        Raises RuntimeError if an update failed, with the cause.
+        """
+        step = self.step
+        found = [] if step is None else [step.done[s] for s in subgroups if s in step.done]
+        if not wait and not all(future.done() for future in found):
+            return None
+        try:
+            jobs = (on_device(future.result()) for future in found)
+            return [job for job in jobs if job is not None]
         except Exception as error:
             raise self._guard.failure(error) from error
 
@@ -513,8 +531,8 @@ class Ledger:
             spans = self._queued[0].spans(errors)
             if errors:
                 raise self._guard.failure(errors[0]) from errors[0]
-            # Not before its jobs have ended: after an interrupted wait the step is still here.
             step = self._queued.popleft()
+            self._guard.complete += 1
             self.ended(step, step.timeline(spans))
 
     def settle(self) -> None:
@@ -525,6 +543,8 @@ class Ledger:
         if not self.idle:
             self._settle_step()
         self._settle_in_place()
+        if not self._guard.broken:
+            self._guard.complete = self._guard.steps
 
     def _settle_step(self) -> None:
         self._read_queued(wait=True)
@@ -543,7 +563,7 @@ class Ledger:
             # whole.
             for subgroup, home in step.homes:
                 home.drop(subgroup)
-        # Forgotten after all waits: if Ctrl-C interrupts one of them, the next call waits again.
+        # Forgotten after all waits: if Ctrl-C ends one of them, the next call waits again.
         self._transits, self.step, self._lane_done = [], None, None
         spans += self.lane.take_spans()
         if errors:

@@ -20,11 +20,14 @@ class Pace:
 
     forward: from the end of step() to backward, without the waits for parameters.
     backward: from the first gradient that leaves early to step(); 0 if none does.
-    Neither has in it the waits for saved tensors of which the plan says how many leave.
+    both: from the end of step() to the next call of it, however gradients leave.
+    None has in it the waits for weights, and for saved tensors of which the plan says how many leave.
     """
 
     def __init__(self) -> None:
-        self.forward, self.backward = _Typical(), _Typical()
+        self.forward, self.backward, self.both = _Typical(), _Typical(), _Typical()
+        self._waits: Sequence[tuple[Mark, Mark]] = ()
+        """The waits in forward."""
         self._unread: deque[tuple[_Typical, _Stretch]] = deque()
 
     def backward_begins(
@@ -35,8 +38,8 @@ class Pace:
         before: the iteration before, for whose step the caller may have waited. stalls: for saved tensors.
         """
         if before is not None and iteration.forward is not None and iteration.backward is not None:
-            waits = (*before.waits[iteration.earlier :], *stalls)
-            self._add(self.forward, _Stretch(iteration.forward, iteration.backward, waits))
+            self._waits = (*before.waits[iteration.earlier :], *stalls)
+            self._add(self.forward, _Stretch(iteration.forward, iteration.backward, self._waits))
 
     def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
         """Backward is over.
@@ -48,6 +51,9 @@ class Pace:
             departure = iteration.first_departure
             first = departure if early and departure is not None else iteration.step
             self._add(self.backward, _Stretch(first, iteration.step, stalls))
+        if iteration.forward is not None and iteration.step is not None:
+            self._add(self.both, _Stretch(iteration.forward, iteration.step, (*self._waits, *stalls)))
+        self._waits = ()
 
     def read(self) -> None:
         """Learn from what the device has come to."""

@@ -1,4 +1,4 @@
-"""What one step does to one subgroup: which pieces, with which gradients and settings."""
+"""The update of one subgroup in one step: which pieces, with which gradients and settings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from dos.state.windows import Window
 from dos.step.transit import Transit
-from perfmodel.format import MASTER, REST
+from perfmodel.format import MASTER
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState
 
 
 class Input(NamedTuple):
-    """What a step is given for one parameter.
+    """The input of a step for one parameter.
 
     values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
     address: of the first one that is used.
@@ -48,11 +48,12 @@ Item = tuple[Piece, Input]
 
 
 class SubgroupUpdate:
-    """What a step does to one subgroup.
+    """The update of one subgroup in one step.
 
     items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
     place: where the host has state, gradients and parameters for it; None: in a window that the step will give it.
+    weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
     from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
     """
 
@@ -64,6 +65,7 @@ class SubgroupUpdate:
         self.settings = settings
         self.offloaded = offloaded
         self.place: Subgroup | Window | None = subgroup
+        self.weights: Tensor | None = None
         self.from_disk = False
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
         self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
@@ -76,7 +78,7 @@ class SubgroupUpdate:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """Those that are updated."""
+        """The pieces that are updated."""
         return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
 
     @property
@@ -103,18 +105,19 @@ class SubgroupUpdate:
     @property
     def written_bytes(self) -> int:
         """Of parameters that user code wrote to, where they come with the gradients and are not half of masters."""
-        itemsize = self.subgroup.arena.dtype.itemsize
-        come = self.from_disk and not self.subgroup.arena.format.splits
+        arena, itemsize = self.subgroup.arena, self.subgroup.arena.dtype.itemsize
+        come = self.from_disk and not (arena.reads_parameters or arena.streams)
         return sum(piece.numel for piece in self.written_pieces) * itemsize if come else 0
 
     @property
     def stale(self) -> Sequence[Piece]:
-        """The pieces whose newest parameters the host lacks, where it needs them to update split masters."""
+        """The pieces whose newest parameters the host lacks, where it reads them to update."""
+        arena = self.subgroup.arena
+        if not arena.reads_parameters or arena.streams:
+            return ()
         # A window, or a home that state is just coming to, has none of the parameters that were staged in earlier
         # steps.
         newest = set() if self.from_disk else self.subgroup.newest
-        if not self.subgroup.arena.format.splits:
-            return ()
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 
@@ -126,12 +129,30 @@ class SubgroupUpdate:
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
-        """The copies that bring offloaded gradients up into `buffer` (1-D uint8 on the device)."""
+        """The copies that bring offloaded gradients, and streamed weights, into `buffer` (1-D uint8 on the device)."""
         gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
-        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients]
+        weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
+        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients] + weights
+
+    def flush_weights(self, buffer: Tensor) -> list[Copy]:
+        """The copies that bring streamed weights home again, from where `fetch_gradients` has put them."""
+        return self._weights_in(buffer)
+
+    def _weights_in(self, buffer: Tensor) -> list[Copy]:
+        """The homes of streamed weights that are updated, and their places behind the gradients in `buffer`."""
+        subgroup = self.subgroup
+        if not subgroup.arena.streams:
+            return []
+        home = subgroup.parameter
+        assert home is not None, "they are there"
+        room = buffer[subgroup.offloaded_gradient_bytes :][: home.nbytes].view(home.dtype)
+        self.weights = room
+        return [(home[piece.run], room[piece.run]) for piece, _ in self.items]
 
     def uploads(self) -> list[Copy]:
-        """The copies that bring the new parameters to the device."""
+        """The copies that bring the new parameters to the device: none where they are at home on the host."""
+        if self.subgroup.arena.streams:
+            return []
         parameter = self.on_host.parameter
         staged = self.on_host.state.master if parameter is None else parameter
         assert staged is not None, "accelerated parameters have a master"
@@ -143,18 +164,19 @@ class SubgroupUpdate:
         gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
         lasting: whether later steps find state in the same place.
         """
-        batch = self._batch("with parameters", state, lasting=lasting)
+        # The next step may have the weights in another slot.
+        batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
         self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
         return batch
 
     def finish(self, state: State) -> None:
-        """What is to be done after an update where the parameters are."""
+        """Finish an update where the parameters are."""
         # The device has newer parameters now: the host would join its rests with upper halves of an earlier step.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
             for piece, _ in self.items:
-                _of_parameter(piece).copy_(state.master[piece.run])
+                self._parameter(piece).copy_(state.master[piece.run])
 
     def apply_on_host(self) -> None:
         """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
@@ -172,16 +194,21 @@ class SubgroupUpdate:
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         self.subgroup.arena.rule.prepare([batch], self.settings)()
         # Only at home does what is staged last: a window is another subgroup's later.
-        if self.at_home and state.rest is not None and len(self.subgroup.newest) < len(self.subgroup.pieces):
+        arena = self.subgroup.arena
+        if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
             self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
         if state.master is not None:
-            self._follow(state.master, _of_parameter)
+            self._follow(state.master, self._parameter)
         elif state.rest is not None:
             for piece in self._with_rests():
-                correct_rest(state.rest[piece.run], _of_parameter(piece))
+                correct_rest(state.rest[piece.run], self._parameter(piece))
+
+    def _parameter(self, piece: Piece) -> Tensor:
+        """The piece's parameters where they are updated, but for the host's staging."""
+        return _of_parameter(piece) if self.weights is None else self.weights[piece.run]
 
     def _with_rests(self) -> list[Piece]:
         """The `written_pieces` that have a rest."""
@@ -197,8 +224,10 @@ class SubgroupUpdate:
     def download_written(self) -> list[Copy]:
         """The copies that bring parameters to which user code wrote to the host, before their masters there follow.
 
-        But for split ones, whose other halves come with the step's gradients.
+        But for those that updates read in any case, which come with the step's gradients, and those that are there.
         """
+        if self.subgroup.arena.streams:
+            return []
         master, staged = self.on_host.state.master, self.on_host.parameter
         place = master if staged is None else staged
         pieces = [] if master is None else self.written_pieces
@@ -240,16 +269,15 @@ class SubgroupUpdate:
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
-        """What the update of a piece works on."""
+        """The tensors that the update of a piece works on."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
-        if at_home and REST in fields:
-            return Run(self._staged(piece), fields, None, shaped)
         if at_home:
-            assert master is not None, "accelerated parameters have a master"
+            if master is None:
+                return Run(self._staged(piece), fields, None, shaped)
             staged = self.on_host.parameter
             return Run(master, fields, None if staged is None else staged[piece.run], shaped)
-        parameter = _of_parameter(piece)
+        parameter = self._parameter(piece)
         if master is None:
             return Run(parameter, fields, None, shaped)
         return Run(master, fields, parameter if master.dtype == torch.float32 else None, shaped)
@@ -316,7 +344,7 @@ class Subject(NamedTuple):
     late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:
-        """What the step finds of it, but for what is under way. state: where that is."""
+        """The subgroup as the step finds it, but for transfers under way. state: where that is."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
@@ -331,10 +359,11 @@ class Subject(NamedTuple):
             update.numel * itemsize,
             stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale))
             + update.written_bytes,
+            streams=self.subgroup.arena.streams,
         )
 
     def slot_bytes(self, *, staying: bool) -> int:
         """Bytes of the slot that it needs. staying: its state has a place of its own there."""
         assert self.update is not None, "nothing passes through a slot without a gradient"
         state = 0 if staying else self.subgroup.state.carved_bytes
-        return state + (self.subgroup.offloaded_gradient_bytes if self.update.offloaded else 0)
+        return state + (self.subgroup.passing_bytes if self.update.offloaded else 0)

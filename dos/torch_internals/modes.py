@@ -1,4 +1,4 @@
-"""What torch is doing now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
+"""The state of torch now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
 
 from __future__ import annotations
 
@@ -17,6 +17,20 @@ disable_dynamo = torch._disable_dynamo
 
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next: the same while one operation saves its tensors."""
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward: of a recomputed forward, too."""
+    return backward_number() != -1
+
+
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread runs, the innermost one where they are nested; -1: none."""
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Call this at the end of the backward that runs, the innermost one, unless that raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_profiled() -> bool:

@@ -10,8 +10,5 @@ from torch import nn
 
 
 def set_first(module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute that comes before all others, above all the parameters.
-
-    At once, so that no interruption leaves a module without its attributes.
-    """
+    """Set an attribute that comes before all others, above all the parameters."""
     object.__setattr__(module, "__dict__", {name: value, **vars(module)})

@@ -41,6 +41,15 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def converted_from(tensor: Tensor) -> Tensor | None:
+    """The leaf of which this is a conversion to another dtype, or a view of one, by autograd's graph; None: of none."""
+    node = base_of(tensor).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    found: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return found
+
+
 def is_wrapper(tensor: Tensor) -> bool:
     """Whether it is of a subclass that has its values in other tensors."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)

@@ -23,7 +23,6 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import (
-    Contestant,
     Limit,
     Progress,
     all_equal,
@@ -219,19 +218,16 @@ def measure(rounds: int, on_progress: Progress) -> list[dict[str, Any]]:
     """All rows. In each round the ways take turns, a block of iterations each."""
     model = GPT(CONFIG, dtype=DTYPE)
     batches = Corpus(standard_library(), CONFIG.context).batches(BLOCK * (WARM_UP + rounds), BATCH, seed=0)
+    blocks = [batches[i : i + BLOCK] for i in range(0, len(batches), BLOCK)]
     saved = saved_sizes(model, batches[0])
     rows: list[dict[str, Any]] = []
     first: list[Tensor] = []
-
-    def contestant(run: Run) -> Contestant[float]:
-        return lambda number: run.iterate(batches[BLOCK * number :][:BLOCK])
-
     for state_fits, setting in SETTINGS.items():
         case = Case.of(setting, model, saved)
         runs = {way: Run(case, way) for way in WAYS}
-        contestants = {way: contestant(run) for way, run in runs.items()}
+        contestants = {way: run.iterate for way, run in runs.items()}
         on_progress(f"{state_fits} of the state fits")
-        seconds = medians(take_turns(contestants, rounds, warm_up=WARM_UP))
+        seconds = medians(take_turns(contestants, blocks, warm_up=WARM_UP))
         for way, run in runs.items():
             bits = bits_of(run.model, run.optimizer)
             first = first or bits

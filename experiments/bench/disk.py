@@ -31,7 +31,6 @@ from dos.state.disk import DiskSpace
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import (
-    Contestant,
     Progress,
     all_equal,
     bits_of,
@@ -89,13 +88,9 @@ def compare(name: str, setting: Setting, rounds: int, folder: Path, on_progress:
     batches = Corpus(standard_library(), setting.config.context).batches(WARM_UP + rounds, BATCH, seed=0)
     runs = {share: Run(setting, share, folder) for share in SHARES}
     swapped = Swapped(setting.model(), EmulatedDevice(setting.device, capacity=0), folder)
-
-    def contestant(run: Run | Swapped) -> Contestant[Update]:
-        return lambda number: run.iterate(batches[number])
-
-    contestants = {f"{name}: {share:.0%} on disk": contestant(run) for share, run in runs.items()}
-    contestants[f"{name}: swapping"] = contestant(swapped)
-    *found, by_swapping = take_turns(contestants, rounds, warm_up=WARM_UP, on_turn=on_progress).values()
+    contestants = {f"{name}: {share:.0%} on disk": run.iterate for share, run in runs.items()}
+    contestants[f"{name}: swapping"] = swapped.iterate
+    *found, by_swapping = take_turns(contestants, batches, warm_up=WARM_UP, on_turn=on_progress).values()
     swapped_s = statistics.median(update.seconds for update in by_swapping)
     expected = bits_of(runs[0.0].model, runs[0.0].optimizer)
     return [
@@ -150,7 +145,7 @@ class Setting(NamedTuple):
     device: HardwareProfile
 
     def model(self) -> GPT:
-        """The same at each call."""
+        """Build the model, the same one at each call."""
         torch.manual_seed(0)
         return GPT(self.config, dtype=torch.bfloat16)
 

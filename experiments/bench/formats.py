@@ -1,4 +1,4 @@
-"""What each format of the state costs and does: bytes, speed of the update, and how training goes.
+"""Costs and effects of each format of the state: bytes, speed of the update, and how training goes.
 
     python -m experiments.formats                          # about half an hour on two cores
     python -m experiments.formats --steps 300 --seeds 2    # a quick look

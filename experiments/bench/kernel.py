@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
 from dos.machine.host_memory import available_bytes
 from experiments.command import Parser, table_of
-from experiments.harness import Contestant, finish, measuring, medians, ratio, take_turns, timed
+from experiments.harness import finish, measuring, medians, ratio, take_turns, timed
 from perfmodel.format import BLOCK, CODED, MIXED, SPLIT
 from perfmodel.planner.units import parse_count
 
@@ -106,12 +107,9 @@ def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
     The bandwidth loop is last, so that it undoes what it did before another contender works on those numbers: many
     would be subnormal, which some processors compute several times as slowly.
     """
-
-    def contestant(work: Callable[[], None]) -> Contestant[float]:
-        return lambda number: timed(work)
-
     names = sorted(contenders, key=lambda name: name == "bandwidth")
-    turns = take_turns({n: contestant(contenders[n]) for n in names}, rounds, warm_up=1, mirrored=True)
+    contestants = {name: partial(lambda work, _: timed(work), contenders[name]) for name in names}
+    turns = take_turns(contestants, range(1 + rounds), warm_up=1, mirrored=True)
     return {name: list(map(statistics.fmean, zip(s[::2], s[1::2], strict=True))) for name, s in turns.items()}
 
 
@@ -130,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--numel", type=parse_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
     )
-    parser.add_count("rounds", 11, "of all in turn", formerly="repeats")
+    parser.add_count("rounds", 11, "of all in turn")
     parser.add_argument(
         "--threads", type=parse_count, default=torch.get_num_threads(), help="default: as many as torch"
     )

@@ -1,4 +1,4 @@
-"""What the experiments train on: this machine's GPU, or an emulated accelerator like an H100 node."""
+"""Machines that the demo trains on: this machine's GPU, or an emulated accelerator like an H100 node."""
 
 from __future__ import annotations
 

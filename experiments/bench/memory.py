@@ -33,7 +33,7 @@ from dos.planning.policies import Policy
 from experiments.bench.neighbours import Points, neighbours
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Contestant, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns
+from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns
 from experiments.miniature import UPDATE_S, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("memory", __doc__)
     parser.add_json()
     parser.add_argument("--simulate", action="store_true", help="the published 20B run on an H100 node, simulated")
-    parser.add_out(None, "with --simulate: file for its picture, a PNG", formerly="picture")
-    parser.add_count("steps", ITERATIONS, "of each run with a neighbour", formerly="iterations")
+    parser.add_out(None, "with --simulate: file for its picture, a PNG")
+    parser.add_count("steps", ITERATIONS, "of each run with a neighbour")
     parser.add_argument("--only", metavar="NAMES", help="these rows alone, separated by commas")
     arguments = parser.parse_args(argv)
     if arguments.simulate:
@@ -201,7 +201,7 @@ class Setting:
         return self.rank.workload(Script(self.neighbour, lambda: iteration)())
 
     def with_free(self, nbytes: int) -> Setting:
-        """The same on a device that always has so many bytes for optimizer state."""
+        """The setting on a device that always has `nbytes` for optimizer state."""
         peak = self.rank.recording.peak
         flat = Recording((peak,), (peak,), peak)
         return dataclasses.replace(
@@ -285,11 +285,7 @@ class Run:
 def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[Run]:
     """One run for each policy, one iteration for each batch, in turns."""
     runs = [Run(setting, policy) for policy in policies]
-
-    def contestant(run: Run) -> Contestant[None]:
-        return lambda number: run.iterate(batches[number])
-
-    take_turns({str(i): contestant(run) for i, run in enumerate(runs)}, len(batches))
+    take_turns({str(i): run.iterate for i, run in enumerate(runs)}, batches)
     return runs
 
 

@@ -1,4 +1,4 @@
-"""What another process wants of a device's memory, iteration by iteration."""
+"""Scripts of the device memory that another process wants, iteration by iteration."""
 
 from __future__ import annotations
 

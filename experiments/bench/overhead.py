@@ -13,6 +13,7 @@ import gc
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
-from experiments.harness import Contestant, Limit, finish, measuring, medians, take_turns, timed
+from experiments.harness import Limit, finish, measuring, medians, take_turns, timed
 from experiments.miniature import without_fixed_costs
 from perfmodel.hardware import HardwareProfile
 
@@ -30,8 +31,8 @@ WARM_UP = 3
 HOST = 1.05
 """Times as long as AdamW(fused=True), with parameters on the host, that a step may take."""
 DEVICE = 1.25
-"""The same with parameters on the device, besides FIXED_S. With its hooks on backward, no more than AdamW(foreach=True)
-besides FIXED_S."""
+"""Times as long with parameters on the device, besides FIXED_S. With its hooks on backward, no more than
+AdamW(foreach=True) besides FIXED_S."""
 FIXED_S = 1e-3
 """Seconds that a step on the device may take however few parameters there are, in which it is planned."""
 INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)
@@ -98,25 +99,23 @@ def measure(count: int, elements: int, where: str, rounds: int) -> dict[str, Any
     mine, plain = parameters(), parameters()
     ours = DOSAdam(mine, **settings)
 
-    def contestant(work: Callable[[], object]) -> Contestant[float]:
-        def turn(number: int) -> float:
-            ours.zero_grad()
-            seconds = timed(work)
-            if on_gpu:
-                torch.cuda.synchronize()
-            return seconds / count * 1e6
+    def turn(work: Callable[[], object], _: int) -> float:
+        ours.zero_grad()
+        seconds = timed(work)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return seconds / count * 1e6
 
-        return turn
-
-    contestants = {
-        "step": contestant(_stepper(ours, mine, gradients)),
-        "fused": contestant(_stepper(torch.optim.AdamW(plain, fused=True), plain, gradients)),
-        "foreach": contestant(_stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients)),
-        "hooks": contestant(_backward(mine, gradients)),
-        "no hooks": contestant(_backward(plain, gradients)),
+    work = {
+        "step": _stepper(ours, mine, gradients),
+        "fused": _stepper(torch.optim.AdamW(plain, fused=True), plain, gradients),
+        "foreach": _stepper(torch.optim.AdamW(plain, foreach=True), plain, gradients),
+        "hooks": _backward(mine, gradients),
+        "no hooks": _backward(plain, gradients),
     }
     gc.collect()
-    found = take_turns(contestants, rounds, warm_up=WARM_UP)
+    contestants = {name: partial(turn, each) for name, each in work.items()}
+    found = take_turns(contestants, range(WARM_UP + rounds), warm_up=WARM_UP)
     us = medians(found)
     hooks = statistics.median(a - b for a, b in zip(found["hooks"], found["no hooks"], strict=True))
     return {

@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Contestant, Progress, all_equal, bits_of, finish, measuring, medians, take_turns
+from experiments.harness import Progress, all_equal, bits_of, finish, measuring, medians, take_turns
 from experiments.miniature import equal_subgroups, without_fixed_costs
 from perfmodel import Workload
 from perfmodel.adaptive import adaptive
@@ -102,11 +103,9 @@ def measure(
     forward_s = min(alone.forward)
     profile, workload, bound_s = slow_machine(ratio, forward_s, min(alone.whole) - forward_s)
     optimizers = {name: optimizer_for(models[name], name, profile, workload) for name in SCHEDULES}
-
-    def contestant(name: str) -> Contestant[Block]:
-        return lambda number: iterate(models[name], optimizers.get(name), batches[BLOCK * number :][:BLOCK])
-
-    turns = take_turns({n: contestant(n) for n in models}, len(batches) // BLOCK - 1, warm_up=1, on_turn=on_turn)
+    contestants = {name: partial(iterate, model, optimizers.get(name)) for name, model in models.items()}
+    blocks = [batches[i : i + BLOCK] for i in range(0, len(batches), BLOCK)]
+    turns = take_turns(contestants, blocks, warm_up=1, on_turn=on_turn)
     seconds = {name: list(chain(*(block.whole[1:] for block in blocks))) for name, blocks in turns.items()}
     forward = list(chain(*(block.forward[1:] for block in turns[ALONE])))
     backward = [w - f for w, f in zip(seconds[ALONE], forward, strict=True)]

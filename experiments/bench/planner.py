@@ -31,7 +31,7 @@ SUBGROUP_PARAMS = 50_000_000
 
 
 class Budget(NamedTuple):
-    """What a plan may use.
+    """Memory that a plan may use.
 
     share: of the state that may be resident. slots: that fit beside it; None: they take their memory from it.
     forward: beside which the update ends, over the CPU-only update.

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = f"{model.numel / 1e6:.1f}M parameters, {len(corpus) / 1e6:.1f} MB of text"
     console.print(f"{sizes}, {machine.name}", soft_wrap=True)
 
-    def run(progress: Progress, name: str, number: int = 0, *, beside_neighbour: bool = False) -> Result:
+    def run(progress: Progress, name: str, beside_neighbour: bool) -> Result:
         """Train from the start, with the same batches in every run."""
         model.load_state_dict(start)
         model.zero_grad()
@@ -122,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     label, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
     with Progress(label, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
         # One model is trained by all, so that a turn is a whole run.
-        turns = take_turns({name: partial(run, progress, name) for name in (REFERENCE, *policies)}, rounds=1)
+        turns = take_turns({name: partial(run, progress, name) for name in (REFERENCE, *policies)}, [False])
         results = {name: result for name, (result,) in turns.items()}
         beside = None
         if machine.has_neighbour and DEFAULT in policies:
-            beside = run(progress, DEFAULT, beside_neighbour=True)
+            beside = run(progress, DEFAULT, True)
     report(results, machine, args.out, console)
     if beside is not None:
         report_neighbour(beside, results[DEFAULT], machine, args.out, console)

@@ -1,1 +1,1 @@
-"""What checks a machine: `python -m experiments.gpu_check` runs it, and none of it reproduces the paper."""
+"""Checks of a machine: `python -m experiments.gpu_check` runs them, and none of them reproduces the paper."""

@@ -1,4 +1,4 @@
-"""What a check is, what it is given and writes down, and the process of its own that it runs in.
+"""Checks: their settings and records, and the process of its own in which each runs.
 
 Whatever it does there, hangs and crashes included, the others go on.
 """
@@ -57,7 +57,7 @@ class Skipped(Exception):  # noqa: N818  (not an error: there is a reason)
 
 @dataclass(frozen=True)
 class Settings:
-    """What all checks of one run share.
+    """Settings that all checks of one run share.
 
     cuda: whether there is a GPU; without one the accelerator is emulated.
     out: folder of the results.
@@ -89,21 +89,20 @@ class Record:
     targets: list[Limit] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        targets = [
-            {"name": t.name, "value": t.measured, "limit": t.allowed, "met": t.met, "note": t.note}
-            for t in self.targets
-        ]
-        return {**vars(self), "status": self.status.value, "figures": plain(self.figures), "targets": plain(targets)}
+        """Return the fields as JSON can say them."""
+        return {name: plain(value) for name, value in vars(self).items()} | {
+            "targets": [plain(vars(target)) for target in self.targets]
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Record:
-        """Raises ValueError or KeyError for another file's values."""
-        targets = [Limit(t["name"], t["value"], t["limit"], t["met"], t["note"]) for t in values["targets"]]
+        """Raises ValueError, KeyError or TypeError for another file's values."""
+        targets = [Limit(**target) for target in values["targets"]]
         return cls(**{**values, "status": Status(values["status"]), "targets": targets})
 
 
 class Bench:
-    """What a check works with. Whatever it is told is on disk at once, so that a crash loses nothing.
+    """Notebook of a running check. Whatever it is told is on disk at once, so that a crash loses nothing.
 
     seconds: that the check may take; it ends itself when `left` says so.
     """
@@ -127,7 +126,7 @@ class Bench:
         self._write()
 
     def say(self, text: str) -> None:
-        """What has been found, in one line for people."""
+        """Write down a finding, in one line for people."""
         self.record.said.append(text)
         self._write()
 
@@ -207,7 +206,8 @@ def run_isolated(
     # Forked from a server that has imported everything and done nothing, so that there is neither CUDA nor a thread.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["experiments.check.gpu_check", "torch._dynamo"])  # which optimizers import
-    process = context.Process(target=_run, args=(check.name, check.run, settings, seconds, dump_at), daemon=True)
+    # No daemon, which could not start the processes that tests need; it ends with this one in any case.
+    process = context.Process(target=_run, args=(check.name, check.run, settings, seconds, dump_at))
     process.start()
     try:
         process.join(kill_s)
@@ -269,7 +269,7 @@ def _record_path(out: Path, name: str) -> Path:
 
 
 def read_record(out: Path, name: str) -> Record:
-    """What the check has written down so far."""
+    """Read the record that the check has written so far."""
     try:
         return Record.from_json(json.loads(_record_path(out, name).read_text()))
     except (OSError, ValueError) as error:

@@ -181,7 +181,7 @@ class Own(Contender):
         self._try(self._optimizer.zero_grad)
 
     def _try(self, work: Callable[[], Any]) -> Any:
-        """What goes wrong is the optimizer's, but for memory that is too small."""
+        """Call it. An error counts as the optimizer's, but for memory that is too small."""
         try:
             return work()
         except torch.OutOfMemoryError:

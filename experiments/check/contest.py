@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import statistics
@@ -32,7 +33,7 @@ from experiments.check.contenders import (
     reference,
 )
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
-from experiments.harness import Contestant, Dropped, Limit, medians, ratio, take_turns
+from experiments.harness import Dropped, Limit, medians, ratio, take_turns
 from perfmodel import Timeline
 
 
@@ -119,7 +120,7 @@ def run(bench: Bench) -> None:
     def on_device(*names: str) -> list[Contender]:
         return [Own(reference(name, emulated), job, device, before=rig.release) for name in names]
 
-    # Those that matter most first, in case that there is no time for the others.
+    # The ones that matter most come first, in case that there is no time for the others.
     contenders: list[Contender] = [
         *(*fixed(CPU), *adaptive(0.5, 1.0), *on_device(MASTERS, NOTHING)),
         *(Own(peer, job, device) for peer in peers),
@@ -269,25 +270,22 @@ def run_rounds(
     """
     scores = {c.name: Score() for c in contenders}
 
-    def contestant(contender: Contender) -> Contestant[None]:
-        def play(number: int) -> None:
-            score = scores[contender.name]
-            try:
-                turn(contender, batches, effort, clock, score)
-            except torch.OutOfMemoryError as error:
-                score.dropped = f"does not fit: {str(error).partition('.')[0]}"
-            except Broken as error:
-                score.dropped = str(error)
-            gc.collect()
-            if batches[0][0].is_cuda:
-                torch.cuda.empty_cache()
-            on_progress(scores)
-            if score.dropped:
-                raise Dropped
+    def play(contender: Contender, _: int) -> None:
+        score = scores[contender.name]
+        try:
+            turn(contender, batches, effort, clock, score)
+        except torch.OutOfMemoryError as error:
+            score.dropped = f"does not fit: {str(error).partition('.')[0]}"
+        except Broken as error:
+            score.dropped = str(error)
+        gc.collect()
+        if batches[0][0].is_cuda:
+            torch.cuda.empty_cache()
+        on_progress(scores)
+        if score.dropped:
+            raise Dropped
 
-        return play
-
-    take_turns({c.name: contestant(c) for c in contenders}, effort.rounds, left=left)
+    take_turns({c.name: functools.partial(play, c) for c in contenders}, range(effort.rounds), left=left)
     for score in scores.values():
         if not (score.rounds or score.dropped):
             score.dropped = "not run: no time was left"

@@ -1,4 +1,4 @@
-"""What this machine is, and whether its host memory can be pinned: what a reader of the results may ask about it."""
+"""Facts of this machine that a reader of the results may ask for, and whether its host memory can be pinned."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(bench: Bench) -> None:
 
 
 def look_at_gpu(bench: Bench) -> None:
-    """What the GPU is, and which cores and memory are near it."""
+    """Note the GPU's properties, and the cores and memory near it."""
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     kernel = gpu_kernel_name()
     bench.note(
@@ -137,7 +137,7 @@ def nvidia_smi() -> list[str] | None:
 
 
 def output_of(*command: str) -> str | None:
-    """What a command prints; None if it is missing or fails."""
+    """Return the output of a command; None if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
     except (OSError, subprocess.SubprocessError):

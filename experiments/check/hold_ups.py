@@ -16,7 +16,7 @@ from dos.devices.cuda import CudaDevice
 from experiments.check.base import Bench, Size
 from experiments.check.contest import Clock
 from experiments.check.models import MEDIUM, emulated_device, fitted, prepare
-from experiments.harness import Contestant, Limit, medians, ratio, take_turns
+from experiments.harness import Limit, medians, ratio, take_turns
 from perfmodel import Op
 
 MOST = 300e6
@@ -80,11 +80,11 @@ def run(bench: Bench) -> None:
         return [urgent.share_waited(name, lambda: start(Op.PREFETCH, QUEUED))]
 
     urgent = Urgent(device, bench.cuda, nbytes // URGENT_SHARE)
-    contestants: dict[str, Contestant[Sequence[float]]] = {ALONE: lambda number: seconds([])}
+    contestants: dict[str, Callable[[int], Sequence[float]]] = {ALONE: lambda number: seconds([])}
     contestants |= {way: partial(beside, way) for way in WAYS}
     contestants |= {name: partial(waiting, name) for name in urgent.copies}
     # The first round always takes place, the others while there is time.
-    turns = take_turns(contestants, ROUNDS[bench.size], left=lambda: max(0.0, bench.left()))
+    turns = take_turns(contestants, range(ROUNDS[bench.size]), left=lambda: max(0.0, bench.left()))
     slower = {
         way: {
             part: ratio(*([times[i] for times in turns[name]] for name in (way, ALONE))) or math.nan

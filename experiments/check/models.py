@@ -1,4 +1,4 @@
-"""What the checks train: models of the sizes that fit, batches, and what they run on."""
+"""Models of the sizes that fit, batches, and the devices on which checks train."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is trained. batch: sequences in a batch; sequences are as long as the model's context."""
+    """A model and its batch. batch: sequences in a batch; sequences are as long as the model's context."""
 
     config: GPTConfig
     batch: int

@@ -1,4 +1,4 @@
-"""What came of all checks: one file for machines, tables for people."""
+"""Results of all checks: one file for machines, tables for people."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], ti
 
 
 def alarms(records: Sequence[Record]) -> list[str]:
-    """What spoils figures, whatever they are: to be said first, last and at once."""
+    """Alarms: facts that spoil all figures, to be said first, last and at once."""
     found = [record.reason.upper() for record in records if record.reason.startswith(NOT_COMPARED)]
     unpinned = [record.name for record in records if record.figures.get("pinned") is False]
     blind: dict[str, list[str]] = {}

@@ -79,7 +79,7 @@ class TrainingRun:
 
     @property
     def compute_s(self) -> float:
-        """The same of a step."""
+        """Seconds of forward and backward of a step, by the planner."""
         return sum(self.pass_s) * self.micro_batches
 
     @property

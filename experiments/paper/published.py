@@ -1,7 +1,6 @@
 """Fit the time model to published runs, and report how well it predicts others.
 
-python -m experiments.published --fit FIT.csv --test TEST.csv --json
-python -m experiments.published                      # cross-validation over models, then strides; pictures
+python -m experiments.published [--json]             # cross-validation over models, then strides; pictures
 python -m experiments.published --write-profiles     # the built-in profiles of the published machines
 """
 
@@ -20,7 +19,7 @@ from rich.console import Console
 
 from experiments.command import Parser, table_of
 from experiments.harness import finish
-from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, RUNS, PublishedRun, read_runs
+from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, PublishedRun, read_runs
 from experiments.paper.zero3 import (
     UNCERTAINTY,
     BackwardRates,
@@ -148,17 +147,6 @@ def summary(machine_class: str, predictions: Sequence[Prediction]) -> dict[str, 
     }
 
 
-def holdout(fit: Sequence[PublishedRun], test: Sequence[PublishedRun]) -> dict[str, list[Prediction]]:
-    """Predictions for the test runs per class. Raises ValueError for a class without a run to fit to."""
-    found = {}
-    by_class = dict(_grouped(fit, lambda r: r.machine_class))
-    for name, runs in _grouped(test, lambda r: r.machine_class):
-        if name not in by_class:
-            raise ValueError(f"{len(runs)} runs of {name} to predict, but no run of that class to fit to")
-        found[name] = predict(ClassModel.fit(name, by_class[name]), runs, by_class[name])
-    return found
-
-
 def cross_validation(
     runs: Sequence[PublishedRun], key: Callable[[PublishedRun], object]
 ) -> dict[str, list[Prediction]]:
@@ -226,36 +214,27 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status, 2 for input it cannot use."""
+    """The command; returns its exit status."""
     parser = Parser("published", __doc__)
-    parser.add_argument("--fit", type=Path, default=RUNS, help="CSV file of runs to fit to")
-    parser.add_argument("--test", type=Path, help="CSV file of runs to predict; without it, cross-validation")
     parser.add_json()
     parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
     parser.add_out("out/published", "folder for pictures")
     options = parser.parse_args(arguments)
-    try:
-        runs = read_runs(options.fit)
-        if options.write_profiles:
-            write_profiles(runs, Path(__file__).parents[2] / "perfmodel" / "profiles")
-            return 0
-        if options.test:
-            report = {"held-out runs": holdout(runs, read_runs(options.test))}
-        else:
-            report = {
-                "models left out": cross_validation(runs, lambda r: r.model),
-                "strides left out": cross_validation(runs, lambda r: r.run.stride),
-            }
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    runs = read_runs()
+    if options.write_profiles:
+        write_profiles(runs, Path(__file__).parents[2] / "perfmodel" / "profiles")
+        return 0
+    report = {
+        "models left out": cross_validation(runs, lambda r: r.model),
+        "strides left out": cross_validation(runs, lambda r: r.run.stride),
+    }
     console = Console()
     for title, predictions in report.items():
         console.print(table_of(title, rows_of(predictions), left=2))
-        if not options.test:
-            pairs = {n: [(p.published.update_s, p.update_s) for p in found] for n, found in predictions.items()}
-            path = options.out / f"{title.replace(' ', '_')}.png"
-            save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
-    if not options.test and can_draw():
+        pairs = {n: [(p.published.update_s, p.update_s) for p in found] for n, found in predictions.items()}
+        path = options.out / f"{title.replace(' ', '_')}.png"
+        save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
+    if can_draw():
         print(f"\npictures in {options.out}")
     first = next(iter(report.values()))
     return finish({name: summary(name, of_class) for name, of_class in first.items()}, console, options.json)

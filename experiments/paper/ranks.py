@@ -23,7 +23,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Recording:
-    """What a training process holds of its device in one iteration, by phase.
+    """Device memory that a training process holds in one iteration, by phase.
 
     forward, backward: bytes, sampled evenly over the phase. update: the most in that phase; what the recorded
         optimizer held in its own staging slots is part of it.
@@ -56,7 +56,7 @@ class Recording:
         return max(*self.forward, *self.backward)
 
     def scaled(self, factor: float) -> Recording:
-        """The same of a smaller or larger model."""
+        """The recording of a smaller or larger model."""
         forward, backward = (tuple(round(n * factor) for n in phase) for phase in (self.forward, self.backward))
         return Recording(forward, backward, round(self.update * factor))
 

@@ -51,14 +51,14 @@ class Mode(enum.Enum):
     ZERO3_OFFLOAD = "zero3_offload"
     """Every update on the CPU, gradients are copied blocking."""
     ASYNC_GRAD_ONLY = "async_grad_only"
-    """The same, gradients are copied asynchronously."""
+    """Every update on the CPU, gradients are copied asynchronously."""
     DOS = "dos"
     """That, parameters arrive asynchronously, and every stride-th subgroup is updated on the GPU."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run beforehand.
+    """Facts of a run that are known beforehand.
 
     params: parameters whose state one rank owns. model_params: parameters that one rank computes with.
     subgroups: of one rank. cpu_ratio: share of them on the host. stride: 0 for none on the GPU.
@@ -143,7 +143,7 @@ def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacit
 
 @dataclass(frozen=True)
 class BackwardRates:
-    """What backward is made of; every figure 0 or more.
+    """Rates of backward's parts; every figure 0 or more.
 
     per_forward: seconds per second of forward (gathering parameters and recomputing activations).
     per_sample_param: seconds per sample and parameter computed with.
@@ -160,7 +160,7 @@ class BackwardRates:
 
 
 def backward_features(run: Run) -> tuple[float, ...]:
-    """What each of the `BackwardRates` is multiplied by."""
+    """Factors of each of the `BackwardRates`."""
     gradients = run.subgroup_params * (run.offloaded - run.streamed)
     blocking = gradients if run.mode is Mode.ZERO3_OFFLOAD else 0.0
     samples = run.micro_batches * run.micro_batch_size
@@ -168,7 +168,7 @@ def backward_features(run: Run) -> tuple[float, ...]:
 
 
 def rest_features(run: Run) -> tuple[float, ...]:
-    """What the time of an iteration outside forward, backward and update is proportional to: the iteration, the
+    """Features of an iteration's time outside forward, backward and update: the iteration, the
     micro-batches, and the bookkeeping of `dos`."""
     return (1.0, float(run.micro_batches), float(run.mode is Mode.DOS))
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job do beside the optimizer: compute, collectives, copies of parameters."""
+"""Work of a job's ranks beside the optimizer: compute, collectives, copies of parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GATHER = "all-gather of weights", "gather", 1
 SCATTER = "reduce-scatter of gradients", "reduce", 1
 REDUCE = "all-reduce of gradients", "reduce", 2
 REPLICATE = "all-reduce between replicas", "replicate", 2
-"""What collectives do, on which lane of `overlap.Pass`, in how many rounds of the ring."""
+"""Names of collectives, their lanes of `overlap.Pass`, and rounds of the ring."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Job:
         self.compute_s = forward / question.flops_rate, backward / question.flops_rate
 
     def _collectives(self) -> Iterator[Collective]:
-        """Those of data-parallel training with ZeRO's stage; 3 is FSDP2, or HSDP with several replicas.
+        """Yield the collectives of data-parallel training with ZeRO's stage; 3 is FSDP2, or HSDP with several replicas.
 
         Volumes as in Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
         Parameter Models", section 7: twice the model without ZeRO and with stages 1 and 2, three times

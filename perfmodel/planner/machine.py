@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """The same in bytes."""
+        """Bytes that PyTorch reports."""
         return int(self.memory_gib * 2**30)
 
     def peak(self, dtype: str) -> float:
@@ -101,7 +101,7 @@ FABRICS = {name: Fabric(**values["fabric"]) for name, values in _DATA["machines"
 
 
 class Machine(NamedTuple):
-    """What is known of it. gpu: None if that is not known. notes: what was understood, for people."""
+    """A machine as far as it is known. gpu: None if it is not known. notes: how it was understood, for people."""
 
     profile: HardwareProfile
     gpu: Gpu | None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.answer import answer, to_json
+from perfmodel.planner.answer import Answer, to_json
 from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, Fabric, Machine, find_machine
 from perfmodel.planner.options import add_options, given, option
 from perfmodel.planner.question import Question
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = CommandLine(**given(CommandLine, options))
     try:
         question, notes = question_of(options)
-        found = answer(question, notes)
+        found = Answer(question, notes)
     except OSError as error:
         parser.error(f"cannot read {error.filename}: {error.strerror}")
     except ValueError as error:
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
-    """What was asked, and how it was understood, a line each.
+    """Return the question, and how it was understood, a line each.
 
     Raises OSError for a file that cannot be read, ValueError for what cannot be.
     """

@@ -1,4 +1,4 @@
-"""What a question's model, compute and optimizer state take of one rank's device, host and disk, in bytes."""
+"""Memory that model, compute and optimizer state take on one rank's device, host and disk, in bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_GROUPS = 32
 
 
 def host_bytes(question: Question, numel: int) -> HostBytes:
-    """What the state of so many parameters takes on the host, and what passes through; gradients offloaded, of all."""
+    """Host memory of the state of `numel` parameters and of staging; offloaded gradients count for all parameters."""
 
     def footprint(numel: int) -> HostBytes:
         return host_footprint(
@@ -41,7 +41,7 @@ def held_bytes(question: Question) -> float:
 
 
 class Spill(NamedTuple):
-    """What of one rank's state is on the host, at least, while none is on the device; the rest is on disk.
+    """The part of one rank's state that is on the host while none is on the device; the rest is on disk.
 
     numel: parameters of it. free_bytes: host memory for state; infinite if there is enough for all.
     windows: of one subgroup each, through which the rest passes. window_bytes: of them all.
@@ -72,14 +72,14 @@ def spill(question: Question, taken: int) -> Spill:
 
 
 def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
-    """What blocks keep of one rank, in groups, as they are saved evenly over forward and used over backward."""
+    """Tensors that one rank's blocks keep, in groups, saved evenly over forward and used evenly over backward."""
     count = min(question.model.layers, MOST_GROUPS)
     nbytes = question.model.layers * question.tokens * _kept_bytes(question) // count
     return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
 
 
 def device_footprint(question: Question) -> DeviceBytes:
-    """What the model and its compute take on one rank's device.
+    """Memory that the model and its compute take on one rank's device.
 
     ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
     reduced. Gradients that are offloaded are on the device one block at a time, too.
@@ -108,7 +108,7 @@ def device_footprint(question: Question) -> DeviceBytes:
 
 
 def _kept_bytes(question: Question) -> int:
-    """What a block holds per token as backward begins; its input with checkpointing (Korthikanti et al., section 5)."""
+    """Bytes per token that a block holds as backward begins; with checkpointing its input (Korthikanti et al., 5)."""
     return question.model.width * question.value_bytes if question.checkpointing else _block_bytes(question)
 
 

@@ -1,4 +1,4 @@
-"""What each policy gives in a situation: its plan, and how long that takes."""
+"""Outcomes of policies in a situation: the plan of each, and how long it takes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def by_label(shares: Mapping[Placement, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a policy gives. Times in seconds; None where it does not fit.
+    """A policy's plan and its times, in seconds; None where it does not fit.
 
     exposed_s: by which the optimizer makes the iteration longer.
     shares: of the parameters by placement.
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
-    """What DOSAdam's adaptive policy gives, which measures the compute that transfers can run beside.
+    """Outcome of DOSAdam's adaptive policy, which measures the compute that transfers can run beside.
 
     kept: a plan made for another machine with as many subgroups, which is as good as planning anew
         where that finds nothing faster: plans are the best of those that are tried.
@@ -111,7 +111,7 @@ def _best_ratio(situation: Situation) -> Outcome:
 
 
 def _outcome(policy: str, situation: Situation, plan: Plan, fits: bool | None = None) -> Outcome:
-    """What the plan gives. fits: whether memory suffices, if its workload does not say that."""
+    """Outcome of a plan. fits: whether memory suffices, if its workload does not say that."""
     work = situation.update_workload
     plan = dataclasses.replace(plan, activation_bytes=max(plan.activation_bytes, situation.least_offloaded))
     plan = spilled(plan, work)

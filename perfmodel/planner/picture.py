@@ -56,8 +56,8 @@ def save(answer: Answer, path: str | Path) -> None:
 
 
 def _draw_memory(axes: Axes, answer: Answer) -> None:
-    """What is on the device when backward begins and when it ends."""
-    device = answer.device
+    """Draw the device's memory when backward begins and when it ends."""
+    device, resident = answer.situation.device, answer.resident_state
     bottoms = [0.0, 0.0]
     for label, begins, ends, colour in (
         ("CUDA, fragmentation", device.reserved, device.reserved, _PALE),
@@ -65,13 +65,13 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
         ("activations", device.activations, device.block, _AMBER),
         ("logits and their loss", device.logits, 0, _PINK),
         ("gradients", device.gradients * answer.question.accumulation, device.gradients, _RED),
-        ("resident state", device.resident_state, device.resident_state, _BLUE),
+        ("resident state", resident, resident, _BLUE),
         ("weights gathered", device.gathered, device.gathered, _GREEN),
     ):
         sizes = [begins / GIB, ends / GIB]
         axes.bar(["backward begins", "backward ends"], sizes, bottom=bottoms, color=colour, label=label, width=0.6)
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
-    axes.axhline(device.total / GIB, color="black", linewidth=1, linestyle="--")
+    axes.axhline(answer.question.device_bytes / GIB, color="black", linewidth=1, linestyle="--")
     axes.set(ylabel="GPU memory (GiB)", title="GPU memory; dashed: what there is")
     _legend(axes, columns=3)
 
@@ -79,7 +79,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
 def _draw_times(axes: Axes, answer: Answer) -> None:
     """Iteration by policy."""
     times = {row.policy: row.seconds for row in answer.policies[::-1] if row.fits}
-    compute_s = answer.compute_s
+    compute_s = answer.situation.compute_s
     axes.barh([*times], compute_s, color=_PALE, label="forward and backward")
     exposed = [max(0.0, seconds - compute_s) for seconds in times.values()]
     axes.barh([*times], exposed, left=compute_s, color=_BLUE, label="optimizer, exposed")
@@ -93,8 +93,8 @@ def _draw_times(axes: Axes, answer: Answer) -> None:
 
 def _draw_slope(axes: Axes, answer: Answer) -> None:
     """The adaptive policy by device memory, from nothing to spare to all state resident."""
-    question, low = answer.question, answer.device.peak
-    high = answer.device.all_resident_total or 2 * low
+    question, low = answer.question, answer.situation.peak
+    high = answer.all_resident or 2 * low
     sizes = [int(low + (1.05 * high - low) * i / (POINTS - 1)) for i in range(POINTS)]
     outcomes = [adaptive_outcome(Situation(question.replace(device_bytes=size))) for size in sizes]
     points = [(size / GIB, outcome.seconds) for size, outcome in zip(sizes, outcomes, strict=True) if outcome.fits]

@@ -1,4 +1,4 @@
-"""What the planner is asked."""
+"""The question that the planner answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from perfmodel.planner.units import (
 from perfmodel.subgroups import automatic_subgroup_size
 
 VALUES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""What torch calls the dtype of parameters and gradients."""
+"""Torch's names of the dtypes of parameters and gradients."""
 _SHORT = {torch_name: name for name, torch_name in VALUES.items()}
 MARGIN = 0.02
 """Share of the device's memory that DOSAdam leaves alone."""
@@ -57,7 +57,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, how, and on what; each option of the command says what it is.
+    """A training and its machine; each option of the command says what it is.
 
     model: with all its parameters. profile: of the machine; its ranks_per_host is replaced by the ranks of a node.
     device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.

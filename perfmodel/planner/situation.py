@@ -1,4 +1,4 @@
-"""What follows from a question before anything is decided: memory, and the work beside it."""
+"""Facts that follow from a question before anything is decided: memory, and the work beside it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,20 @@ DEVICE, HOST, DISK = "memory on the device", "host memory", "room on disk"
 
 
 class Situation:
-    """What follows from a question before anything is decided.
+    """Facts that follow from a question before anything is decided. Bytes and seconds.
 
-    device, host: bytes of one rank. profile: of the machine with the question's ranks on it.
-    state_bytes: of one rank's optimizer state, wherever it is. spill: what of it is on the host if none is on the
+    profile: of the machine with the question's ranks on it. device, host: memory of one rank.
+    saved: tensors that blocks keep; least_offloaded: bytes of them that move to the host under any plan.
+    state_bytes: of one rank's optimizer state, wherever it is. spill: the part that is on the host if none is on the
         device; the rest is on disk, if there is one.
-    host_model: bytes of parameters and gradients of one rank that are on the host.
-    scope: how the compute takes part in an iteration. job: what runs beside the optimizer.
+    host_model: parameters and gradients of one rank that are on the host.
+    peak: device memory at the worst moment without any optimizer state. usable: all but DOSAdam's margin.
+        room: for optimizer state at that moment.
+    host_per_rank, disk_per_rank: of one rank with all state off the device. host_needed, disk_needed: of all ranks of
+        a node. shortage: how much each memory has too little for that; 0 where it is not known how much there is.
+    lacking: the memories that are not enough; on the host it is the sum that DOSAdam's constructor checks.
+    job: the work beside the optimizer. compute_s: of forward's and backward's arithmetic in a step.
+    scope: how the compute takes part in an iteration.
     """
 
     def __init__(self, question: Question) -> None:
@@ -43,15 +50,31 @@ class Situation:
         plain = device_footprint(question)
         self.saved = saved_tensors(question)
         self.least_offloaded = self._least_offloaded(plain)
-        """Bytes of saved tensors that move to the host under any plan."""
         gone = peak_room(self.saved, self.least_offloaded)
         self.device = dataclasses.replace(plain, activations=plain.activations - gone)
+        self.peak = self.device.peak_bytes(question.accumulation)
+        self.usable = int((1 - MARGIN) * question.device_bytes)
+        self.room = max(0, self.usable - self.peak)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
         self.host_model = on_host * question.value_bytes
         self.state_bytes = host_bytes(question, question.state_numel).state
         self.spill = spill(question, self.host_model + self.least_offloaded)
         self.host = host_bytes(question, self.spill.numel)
+        self.host_per_rank = self.host.total + self.spill.window_bytes + self.host_model + self.least_offloaded
+        self.host_needed = self.host_per_rank * question.per_node
+        self.disk_per_rank = self.state_bytes - self.host.state
+        self.disk_needed = self.disk_per_rank * question.per_node
+        self.shortage = {
+            memory: 0 if there is None else max(0, needed - there)
+            for memory, needed, there in (
+                (DEVICE, self.peak, question.device_bytes),
+                (HOST, self.host_needed + question.reserved_on_host, question.host_bytes),
+                (DISK, self.disk_needed, question.disk_bytes),
+            )
+        }
+        self.lacking = [memory for memory, nbytes in self.shortage.items() if nbytes]
         self.job = Job(question, self.profile)
+        self.compute_s = sum(self.job.compute_s) * question.micro_batches
         # With several ranks gradients are reduced after the hooks that would copy them to the host early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
         early = question.sharded or question.ranks == 1
@@ -60,60 +83,9 @@ class Situation:
         )
 
     @property
-    def peak(self) -> int:
-        """Device memory at the worst moment without any optimizer state, in bytes."""
-        return self.device.peak_bytes(self.question.accumulation)
-
-    @functools.cached_property
-    def shortage(self) -> dict[str, int]:
-        """Bytes that each memory has too few for training with all optimizer state off the device.
-
-        Of one rank's device, of a node's host and disks; 0 where it is not known how much there is.
-        """
-        question = self.question
-        needs = {DEVICE: self.peak, HOST: self.host_needed + question.reserved_on_host, DISK: self.disk_needed}
-        has = {DEVICE: question.device_bytes, HOST: question.host_bytes, DISK: question.disk_bytes}
-        return {memory: 0 if (there := has[memory]) is None else max(0, need - there) for memory, need in needs.items()}
-
-    @property
-    def lacking(self) -> list[str]:
-        """The memories that are not enough; on the host it is the sum that DOSAdam's constructor checks."""
-        return [memory for memory, nbytes in self.shortage.items() if nbytes]
-
-    @property
     def fits(self) -> bool:
-        """Whether they all are."""
+        """Whether all memories are enough."""
         return not self.lacking
-
-    @property
-    def host_needed(self) -> int:
-        """Host memory of all ranks of a node together, in bytes."""
-        return self.host_per_rank * self.question.per_node
-
-    @property
-    def host_per_rank(self) -> int:
-        """Host memory of one rank, in bytes."""
-        return self.host.total + self.spill.window_bytes + self.host_model + self.least_offloaded
-
-    @property
-    def disk_per_rank(self) -> int:
-        """State of one rank that is on disk if none is on the device, in bytes."""
-        return self.state_bytes - self.host.state
-
-    @property
-    def disk_needed(self) -> int:
-        """The same of all ranks of a node together."""
-        return self.disk_per_rank * self.question.per_node
-
-    @property
-    def room(self) -> int:
-        """Device memory for optimizer state at the peak of the iteration, in bytes."""
-        return max(0, self._usable - self.peak)
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of forward's and backward's arithmetic in a step."""
-        return sum(self.job.compute_s) * self.question.micro_batches
 
     @functools.cached_property
     def training_s(self) -> float:
@@ -142,7 +114,7 @@ class Situation:
         )
         slot = work.slot_bytes
         resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
-        beyond = 0 if question.attach else max(0, self._usable - self.device.update - resident) // slot * slot
+        beyond = 0 if question.attach else max(0, self.usable - self.device.update - resident) // slot * slot
         return dataclasses.replace(
             work,
             peak_free_bytes=resident,
@@ -154,7 +126,7 @@ class Situation:
 
     @functools.cached_property
     def iteration_workload(self) -> Workload:
-        """The same beside forward and backward."""
+        """The update beside forward and backward."""
         return dataclasses.replace(self.update_workload, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
 
     def update_s(self, plan: Plan) -> float:
@@ -262,10 +234,6 @@ class Situation:
         """Seconds of an update of parameters on the host, at its memory's speed."""
         costs = [demand(Placement.CPU, load, self.profile)[Stream.CPU] for load in self.update_workload.subgroups]
         return sum(max(alone, traffic / self.profile.host_bandwidth_per_rank) for alone, traffic in costs)
-
-    @property
-    def _usable(self) -> int:
-        return int((1 - MARGIN) * self.question.device_bytes)
 
 
 def disk_s(read_s: float, write_s: float, profile: HardwareProfile) -> float:

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from perfmodel.planner.answer import Answer
 from perfmodel.planner.outcome import CPU_ONLY, FUSED
-from perfmodel.planner.situation import DEVICE, DISK, HOST
+from perfmodel.planner.question import Question
+from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
 from perfmodel.planner.units import format_bytes, format_count, format_seconds
 from perfmodel.planner.whatif import Effect
 
@@ -20,39 +21,15 @@ EFFECTS = {
     Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
     Effect.TRAINING: "; this changes the training, for a step then has another batch",
 }
-"""What a remedy changes besides memory and time."""
+"""Changes that a remedy makes besides memory and time."""
 ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
-"""What to do if even the smallest model does not fit, by what it lacks."""
+"""Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are shown as no change."""
 UNLIMITED = 1 << 16
 """Columns, more than any table has."""
 NEARLY = 0.9
 """A resource that works for this share of the iteration or more leaves little to gain elsewhere."""
-MEMORY = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "gathered": "weights gathered",
-    "model": "parameters and gradients",
-    "activations": "activations when backward begins",
-    "logits": "logits and their loss",
-    "block": "one block at work",
-    "reserved": "CUDA; a node's system",
-    "peak": "peak without optimizer state",
-    "master": "optimizer state: master weights",
-    "moments": "optimizer state: moments",
-    "gradient_staging": "staging of gradients",
-    "parameter_staging": "staging of parameters",
-    "accumulated": "gradients accumulated",
-    "window_bytes": "windows for state on disk",
-    "resident_state": "state resident beside the peak",
-    "per_rank": "needed by a rank",
-    "per_node": "needed by a node",
-    "total": "there is",
-    "available": "there is on a node",
-    "all_resident_total": "for all state on the GPU",
-}
-"""Rows of memory by the names of fields of the answer's device, host and disk."""
 FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("GPU", "host", "bytes", "disk"), format_bytes),
     **dict.fromkeys(("seconds", "update", "iteration", "exposed"), format_seconds),
@@ -88,8 +65,8 @@ def _headline(answer: Answer) -> Iterator[str]:
             "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
             "divide it, into plain tensors. That is not tested."
         )
-    yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer))
-    if not answer.fits and answer.alternative:
+    yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer.situation))
+    if not answer.situation.fits and answer.alternative:
         yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
     for remedy in answer.remedies:
         seconds, memory = remedy.outcome.iteration_s, remedy.situation
@@ -99,88 +76,84 @@ def _headline(answer: Answer) -> Iterator[str]:
             f"{format_bytes(memory.host_needed)}{takes}{EFFECTS.get(remedy.effect, '')}."
         )
     if answer.best_batch:
-        yield (f"{what}: fits; " if answer.fits else "At a smaller batch it does: ") + _fastest(answer)
+        best, outcome = answer.best_batch
+        tokens, takes = _tokens(best, best.step_tokens / outcome.seconds), format_seconds(outcome.seconds)
+        fits = f"{what}: fits; " if answer.situation.fits else "At a smaller batch it does: "
+        comma = "," if question.ranks > 1 else ""
+        yield f"{fits}{tokens}{comma} at the best batch that fits, {_batch(best)} ({takes} an iteration)."
     if question.flops_source and (answer.best_batch or answer.remedies):
         rate = f"{question.flops_rate / 1e12:.3g} TFLOP/s"
         yield f"That assumes that forward and backward reach {rate} per GPU: {question.flops_source}."
-    if answer.fits:
+    if answer.situation.fits:
         yield from _expected(answer)
-        if moved := answer.host.activations:
+        if moved := answer.offloaded:
             yield f"{format_bytes(moved)} of saved tensors move to the host during forward: attach(activations=...)."
-        yield from _on_disk(answer)
+        if answer.state_on_disk:
+            yield from _on_disk(answer)
     yield from _largest(answer)
 
 
-def _missing(answer: Answer) -> Iterator[str]:
+def _missing(situation: Situation) -> Iterator[str]:
     """Yield a sentence for each memory that is not enough."""
-    device, host, disk = answer.device, answer.host, answer.disk
-    on_each = " on each node" if answer.question.nodes > 1 else ""
-    if not device.fits:
-        more = format_bytes(device.peak - device.total)
-        yield f"Without any optimizer state the GPU needs {format_bytes(device.peak)}, {more} more than it has."
-    if not host.fits and host.available is not None:
-        on_host = "Parameters, gradients and optimizer state" if host.model else "Optimizer state and staging"
-        if disk:
+    question, short = situation.question, situation.shortage
+    on_each = " on each node" if question.nodes > 1 else ""
+    if more := short[DEVICE]:
+        needs = format_bytes(situation.peak)
+        yield f"Without any optimizer state the GPU needs {needs}, {format_bytes(more)} more than it has."
+    if more := short[HOST]:
+        on_host = "Parameters, gradients and optimizer state" if situation.host_model else "Optimizer state and staging"
+        if question.disk_bytes is not None:
             on_host = "With all of its state on disk, what passes through the host and what else is there"
         yield (
-            f"{on_host} need {format_bytes(host.per_node)} of host memory{on_each}, "
-            f"{format_bytes(host.per_node + host.reserved - host.available)} more than there is beside the "
-            f"{format_bytes(host.reserved)} of the system and the processes."
+            f"{on_host} need {format_bytes(situation.host_needed)} of host memory{on_each}, {format_bytes(more)} more "
+            f"than there is beside the {format_bytes(question.reserved_on_host)} of the system and the processes."
         )
-    if disk and not disk.fits:
+    if more := short[DISK]:
         yield (
-            f"State that does not fit on the host takes {format_bytes(disk.per_node)} of disk{on_each}, "
-            f"{format_bytes(disk.per_node - disk.available)} more than there is."
+            f"State that does not fit on the host takes {format_bytes(situation.disk_needed)} of disk{on_each}, "
+            f"{format_bytes(more)} more than there is."
         )
 
 
-def _fastest(answer: Answer) -> str:
-    """What is trained at the best batch that fits."""
-    best, question = answer.best_batch, answer.question
-    assert best is not None
-    per_gpu = f" of the job, {best.tokens_per_s_per_gpu:,.0f} per GPU," if question.ranks > 1 else ""
-    batch = f"{best.batch:,} x {question.sequence:,} tokens{' per GPU' if per_gpu else ''}"
-    rate, seconds = f"{best.tokens_per_s:,.0f} tokens/s", format_seconds(best.iteration_s)
-    return f"{rate}{per_gpu} at the best batch that fits, {batch} ({seconds} an iteration)."
+def _tokens(question: Question, tokens_per_s: float) -> str:
+    """Tokens per second, of the job and of a GPU if there are several."""
+    of_job = f" of the job, {tokens_per_s / question.ranks:,.0f} per GPU" if question.ranks > 1 else ""
+    return f"{tokens_per_s:,.0f} tokens/s{of_job}"
+
+
+def _batch(question: Question) -> str:
+    return f"{question.batch:,} x {question.sequence:,} tokens{' per GPU' if question.ranks > 1 else ''}"
 
 
 def _on_disk(answer: Answer) -> Iterator[str]:
-    """Where the state is, and how long the disks last, if any of it is there."""
-    disk, device = answer.disk, answer.device
-    if not disk or not disk.state:
-        return
-    resident, on_disk, total = device.resident_state, disk.state, device.state
+    """Where the state is, and how long the disks last."""
+    resident, on_disk, total = answer.resident_state, answer.state_on_disk, answer.situation.state_bytes
     tiers = {"the GPU": resident, "the host": total - resident - on_disk, "disk": on_disk}
     rests = " and ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in tiers.items() if nbytes)
     ranks = " of each rank" if answer.question.ranks > 1 else ""
     yield f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
-    wears = f"Each step writes {format_bytes(disk.written_per_step)} to the disks of a node"
-    wears += f", a day of training {format_bytes(disk.written_per_day or 0)}"
-    if disk.endurance_days is not None:
-        share, days = f"{disk.endurance_share_per_day:.2%}", f"{disk.endurance_days:,.0f} days"
-        wears += f", {share} of what they are rated for, which lasts {days}"
+    wears = f"Each step writes {format_bytes(answer.written_per_step)} to the disks of a node"
+    wears += f", a day of training {format_bytes(answer.written_per_day or 0)}"
+    if worn := answer.worn_per_day:
+        wears += f", {worn:.2%} of what they are rated for, which lasts {1 / worn:,.0f} days"
     yield f"{wears}."
 
 
 def _expected(answer: Answer) -> Iterator[str]:
     """How long the batch that was asked for takes, beside the best of the other policies, and what limits it."""
-    job, bound, best, question = answer.job, answer.bound, answer.best, answer.question
-    device, several = answer.device, question.ranks > 1
-    tokens = f"{job.tokens_per_s:,.0f} tokens/s"
-    if several:
-        tokens += f" of the job, {job.tokens_per_s_per_gpu:,.0f} per GPU"
-    batch = f"{question.batch:,} x {question.sequence:,} tokens{' per GPU' if several else ''}"
-    takes = f"The batch asked for, {batch}, takes {format_seconds(best.seconds)} an iteration, {tokens}"
+    bound, best, situation = answer.bound, answer.best, answer.situation
+    tokens = _tokens(answer.question, answer.tokens_per_s or 0.0)
+    takes = f"The batch asked for, {_batch(answer.question)}, takes {format_seconds(best.seconds)} an iteration"
     if (other := answer.alternative) is None or bound is None:
-        yield f"{takes}; parameters, gradients and optimizer state are on the host, and updated there."
+        yield f"{takes}, {tokens}; parameters, gradients and optimizer state are on the host, and updated there."
     else:
         seconds = {row.policy: row.seconds for row in answer.policies if row.fits}
         compared = f"{_times_as_fast(other.seconds / best.seconds)} the best of the others that fit ({other.policy})"
         if other.policy != CPU_ONLY:
             compared += f", {_times_as_fast(seconds[CPU_ONLY] / best.seconds)} {CPU_ONLY}"
-        yield f'{takes}, with policy="adaptive": {compared}.'
-        all_resident = device.room_for_state >= device.state
-        share = 1.0 if all_resident else device.resident_state / device.state
+        yield f'{takes}, {tokens}, with policy="adaptive": {compared}.'
+        all_resident = situation.room >= situation.state_bytes
+        share = 1.0 if all_resident else answer.resident_state / situation.state_bytes
         yield f"{share:.0%} of the optimizer state can stay on the GPU then."
         limit = f"What limits the update is {bound.binding}, to {format_seconds(bound.seconds)} at least"
         if best.exposed_s is not None and best.exposed_s < 0.05 * best.seconds:
@@ -188,9 +161,9 @@ def _expected(answer: Answer) -> Iterator[str]:
         yield f"{limit}."
         if FUSED in seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
-    share = job.busy_s[job.limit] / best.seconds
+    share = answer.busy_s[answer.limit] / best.seconds
     alone = "" if share >= NEARLY else "; no single part is the bottleneck"
-    yield f"What limits the job is {job.limit}, at work for {share:.0%} of the iteration{alone}."
+    yield f"What limits the job is {answer.limit}, at work for {share:.0%} of the iteration{alone}."
 
 
 def _largest(answer: Answer) -> Iterator[str]:
@@ -211,14 +184,8 @@ def _largest(answer: Answer) -> Iterator[str]:
 
 def _tables(answer: Answer) -> Iterator[Table]:
     """Memory; communication, if there is any; times of what fits; what would help."""
-    job, best, profile = answer.job, answer.best, answer.question.profile
-    ranks = " of one rank" if answer.question.ranks > 1 else ""
-    table = _table(f"Memory{ranks}", "", "GPU", "host", "disk" if answer.disk else "bytes on the host")
-    for field, name in MEMORY.items():
-        sizes = [(memory and vars(memory).get(field)) or None for memory in (answer.device, answer.host, answer.disk)]
-        if any(sizes):
-            _add(table, name, *sizes[:2], sizes[2 if answer.disk else 1])
-    yield table
+    job, best, profile = answer.situation.job, answer.best, answer.question.profile
+    yield _memory(answer)
 
     table = _table("What each GPU sends and receives in an iteration", "", "nodes", "bytes", "seconds")
     for each in job.collectives:
@@ -226,19 +193,20 @@ def _tables(answer: Answer) -> Iterator[Table]:
         _add(table, f"{each.what}, {each.part}", over, each.moved, each.seconds)
     up, down = profile.h2d_bandwidth, profile.d2h_bandwidth
     for what, rate in (("weights, forward", up), ("weights, backward", up), ("gradients, backward", down)):
-        if copied := job.copied_bytes:
+        if copied := job.copied:
             _add(table, f"copies of {what}", None, copied, copied / rate)
-    table.caption = f"Of that {format_seconds(job.exposed_communication_s)} are not hidden behind compute."
+    exposed_s = answer.situation.exposed_communication_s
+    table.caption = f"Of that {format_seconds(exposed_s)} are not hidden behind compute."
     if table.rows:
         yield table
 
-    if job.busy_s:
+    if answer.busy_s:
         table = _table("At work in an iteration", "", "seconds", "share")
-        for resource, seconds in sorted(job.busy_s.items(), key=lambda item: -item[1]):
+        for resource, seconds in sorted(answer.busy_s.items(), key=lambda item: -item[1]):
             _add(table, resource, seconds, seconds / best.seconds)
         yield table
 
-    if answer.fits:
+    if answer.situation.fits:
         table = _table("Expected times", "policy", "update", "iteration", "exposed", "CPU", "streamed", "resident")
         for row in answer.policies:
             update = row.update_s if row.fits else "does not fit"
@@ -255,6 +223,43 @@ def _tables(answer: Answer) -> Iterator[Table]:
         size = format_count(answer.question.subgroup_size)
         table.caption = f"GPU memory counts in whole subgroups, of {size} parameters here."
         yield table
+
+
+def _memory(answer: Answer) -> Table:
+    """Show where memory goes: of one rank, if nothing else is said."""
+    question, situation = answer.question, answer.situation
+    device, host, disk = situation.device, situation.host, question.disk_bytes is not None
+    rows: dict[str, tuple[int | None, ...]] = {
+        "weights": (device.weights,),
+        "gradients": (device.gradients,),
+        "weights gathered": (device.gathered,),
+        "parameters and gradients": (None, situation.host_model),
+        "activations when backward begins": (device.activations, answer.offloaded),
+        "logits and their loss": (device.logits,),
+        "one block at work": (device.block,),
+        "CUDA; a node's system": (device.reserved, question.reserved_on_host),
+        "peak without optimizer state": (situation.peak,),
+        "optimizer state: master weights": (None, host.master),
+        "optimizer state: moments": (None, host.moments),
+        "staging of gradients": (None, host.gradient_staging),
+        "staging of parameters": (None, host.parameter_staging),
+        "gradients accumulated": (None, host.accumulated),
+        "windows for state on disk": (None, situation.spill.window_bytes),
+        "state resident beside the peak": (answer.resident_state,),
+        "needed by a rank": (None, answer.host_per_rank, situation.disk_per_rank),
+        "needed by a node": (None, answer.host_per_rank * question.per_node, situation.disk_needed),
+        "there is": (question.device_bytes,),
+        "there is on a node": (None, question.host_bytes, question.disk_bytes),
+        "for all state on the GPU": (answer.all_resident,),
+    }
+    ranks = " of one rank" if question.ranks > 1 else ""
+    table = _table(f"Memory{ranks}", "", "GPU", "host", "disk" if disk else "bytes on the host")
+    for name, sizes in rows.items():
+        on_device, on_host, on_disk = (size or None for size in (*sizes, None, None)[:3])
+        shown = on_device, on_host, on_disk if disk else on_host
+        if any(shown):
+            _add(table, name, *shown)
+    return table
 
 
 def _table(title: str, *columns: str) -> Table:

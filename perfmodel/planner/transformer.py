@@ -94,7 +94,7 @@ class Transformer:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> Transformer:
-        """The same from the configuration's values: GPT-2-like (`n_embd`), or Llama-like (`hidden_size`).
+        """The transformer that a configuration's values describe: GPT-2-like (`n_embd`), or Llama-like (`hidden_size`).
 
         Raises ValueError for missing keys and impossible values.
         """
@@ -107,7 +107,7 @@ class Transformer:
         return _gpt2(values) if "n_embd" in values else _llama(values)
 
     def block_bytes(self, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
-        """What one block keeps for its backward, in bytes per token of sequences of that length.
+        """Bytes per token that one block keeps for its backward, in sequences of that length.
 
         Counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
         section 4.1, which is for GPT: 34 bytes per token and width of 16-bit values, and 5 per head and position if
@@ -121,17 +121,17 @@ class Transformer:
         values = 2 * self.width + 2 * self.query_width + 2 * self.key_width + (4 if self.gated else 2) * self.inner
         nbytes = values * value_bytes + 2 * self._norm_bytes(value_bytes) + (2 * self.width if self.dropout else 0)
         if eager_attention:
-            # What softmax gives, and with dropout also what that gives, and its mask.
+            # Softmax's output; with dropout its output and mask, too.
             kept = 2 * value_bytes + 1 if self.dropout else value_bytes
             nbytes += kept * self.heads * sequence
         return nbytes
 
     def outer_bytes(self, value_bytes: int) -> int:
-        """What is kept per token beside blocks: inputs of the last norm and the output layer, the embedding's mask."""
+        """Bytes kept per token beside blocks: inputs of the last norm and the output layer, the embedding's mask."""
         return self.width * value_bytes + self._norm_bytes(value_bytes) + (self.width if self.dropout else 0)
 
     def logit_bytes(self, tokens: int, value_bytes: int, *, fused: bool = False) -> int:
-        """What logits and their loss hold when backward begins, in bytes.
+        """Bytes that logits and their loss hold when backward begins.
 
         A logit for each token and entry of the vocabulary, in the model's dtype, which the output
         object of Transformers' models keeps, and LOSS_BYTES beside it.
@@ -170,7 +170,7 @@ class Transformer:
         return tokens * (weights + attention), tokens * (weights * (1 + trainable) + attention_back + again)
 
     def attention_flops(self, sequence: int, *, eager: bool = False) -> tuple[float, float]:
-        """What attention's products of queries with keys, and of scores with values, take per token, of all blocks.
+        """Operations per token of attention's products of queries with keys, and of scores with values, in all blocks.
 
         Forward and backward. Kernels like FlashAttention leave out what a causal mask hides, half of the positions, and
         compute scores once more in backward: 5 products to forward's 2 (Dao 2023, "FlashAttention-2", section 4.1).
@@ -182,7 +182,7 @@ class Transformer:
         return forward, forward * (2 if eager else 2.5)
 
     def _norm_bytes(self, value_bytes: int) -> int:
-        """What a norm keeps per token: its input; or that in float32, and what it has normalised."""
+        """Bytes that a norm keeps per token: its input; or that in float32, and its normalised values."""
         return self.width * (4 + value_bytes if self.upcast_norm else value_bytes)
 
 

@@ -1,4 +1,4 @@
-"""What would help: faster parts, more memory, other settings, each asked anew."""
+"""Changes that would help: faster parts, more memory, other settings, each asked anew."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALLEST = 10**6
 
 
 class Effect(enum.IntEnum):
-    """What a remedy changes besides memory and time; the less, the earlier it is proposed."""
+    """Changes that a remedy makes besides memory and time; the less, the earlier it is proposed."""
 
     NOTHING = 0
     MACHINE = 1
@@ -120,7 +120,7 @@ class Remedy:
 
 
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
-    """What may help, each recomputed: hardware always, settings only where they make a difference.
+    """Yield changes that may help, each recomputed: hardware always, settings only where they make a difference.
 
     Nothing that does not fit helps. Better hardware can do what it did before, with the plan made for
     less of it, and at its old pace (a processor twice as fast with half of its threads, where more

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 
@@ -34,7 +31,7 @@ def test_the_update_is_within_a_tenth_of_what_the_model_says(pair: Ranks) -> Non
 
 
 def test_a_row_of_the_experiment(pair: Ranks) -> None:
-    """What the command asks of processes is in tests/project/test_commands.py."""
+    """tests/project/test_commands.py runs the command with its processes."""
     found = pair.run(live, 0.1)
     row = {"ranks": 2, "policy": "stride", **{name: max(rank[name] for rank in found) for name in found[0]}}
     assert 0 < row["modelled_s"] < 2 * row["measured_s"], "in steps that wait for the clock"
@@ -43,12 +40,3 @@ def test_a_row_of_the_experiment(pair: Ranks) -> None:
     console = Console(record=True, width=160)
     job.show([shown], console)
     assert "the paper's schedule" in console.export_text()
-
-
-def test_a_process_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = tmp_path / "python"
-    broken.write_text("#!/bin/sh\necho no such policy >&2\nexit 1\n")
-    broken.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(broken))
-    with pytest.raises(RuntimeError, match="a job of 1 processes failed:\nno such policy"):
-        job.run(1, ["stride"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,12 @@ import dos.planning.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
 from experiments.bench.neighbours import neighbours
-from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.gpt import Corpus, GPTConfig, standard_library
 from experiments.harness import missed
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
-from experiments.training import UPDATE, Position
-from perfmodel import Placement
-from perfmodel.policies import stride
+from experiments.training import UPDATE
 
 GIB = 2**30
 ITERATIONS = 9
@@ -37,33 +33,6 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
-
-
-def test_beside_a_recorded_trace(tiny: None) -> None:
-    adaptive, on_cpu = train(Setting.of(PublishedRank.read("a100_13b_zero3_offload")), ["adaptive", "cpu"], batches())
-    assert adaptive.errors == on_cpu.errors == []
-    assert not adaptive.exceeded
-    assert adaptive.equals(on_cpu)
-    resident = [plan.placements.count(Placement.GPU_RESIDENT) for plan in adaptive.plans]
-    assert resident[-1] == 0, "7% of the state is less than one of 12 subgroups"
-
-
-def test_beside_a_neighbour(tiny: None) -> None:
-    alone = Setting.of(PublishedRank.read())
-    setting = Setting(alone.rank, neighbours(alone.rank.free_bytes, ITERATIONS)["sawtooth"])
-    adaptive, on_cpu = train(setting, ["adaptive", "cpu"], batches())
-    assert adaptive.errors == []
-    assert not adaptive.exceeded
-    assert adaptive.equals(on_cpu)
-    assert len({plan.placements for plan in adaptive.plans}) > 1, "the plan follows the memory"
-
-
-def test_what_neighbours_want() -> None:
-    for points in neighbours(1000, ITERATIONS).values():
-        at, wanted = zip(*points, strict=True)
-        assert at == tuple(range(ITERATIONS))
-        assert 0 <= min(wanted) < 400 < max(wanted) <= 1000
-    assert len({tuple(points) for points in neighbours(1000, ITERATIONS).values()}) == 6
 
 
 def test_runs_notice_what_must_not_be(tiny: None) -> None:
@@ -99,14 +68,6 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     assert work.peak_free_bytes == left
     assert memory.share_that_fits(third, 4) == pytest.approx((1 + 1 + 0.35 + 0.35) / 4, abs=1e-3)
     assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
-
-
-def test_a_fixed_policy_without_room_for_slots_counts_as_the_cpu(tiny: None) -> None:
-    setting = Setting.of(PublishedRank.read()).with_free(0)
-    plan = stride(setting.workload(0), 2)
-    seconds = memory._simulated(setting, plan)
-    fallen = memory._simulated(setting, stride(setting.workload(0), None))
-    assert seconds(setting.workload(0)) == fallen(setting.workload(0))
 
 
 def test_rows_tell_what_was_missed() -> None:
@@ -146,7 +107,7 @@ def test_the_command_writes_rows_as_json(
     monkeypatch.setenv("COLUMNS", "140")
     threads = torch.get_num_threads()
     try:
-        memory.main(["--json", "--iterations", "6"])
+        memory.main(["--json", "--steps", "6"])
     finally:
         torch.set_num_threads(threads)
     captured = capsys.readouterr()
@@ -163,11 +124,6 @@ def test_the_command_writes_rows_as_json(
     assert "step up" in captured.err
 
 
-def test_an_unknown_row() -> None:
-    with pytest.raises(ValueError, match="no row nothing; there are h100_20b_interleaved, "):
-        memory.measure(9, lambda _: None, ["nothing", "none"])
-
-
 def test_recordings_are_one_iteration_by_phase() -> None:
     peaks = {"h100_20b_interleaved": 33.4, "h100_20b_zero3_offload": 21.5, "a100_13b_zero3_offload": 31.5}
     updates = {"h100_20b_interleaved": 26.9, "h100_20b_zero3_offload": 14.3, "a100_13b_zero3_offload": 24.7}
@@ -180,22 +136,6 @@ def test_recordings_are_one_iteration_by_phase() -> None:
         positions = [position for position, _ in recording.script()]
         assert positions == sorted(positions)
         assert positions[-1] == UPDATE
-
-
-def test_progress_is_told_by_hooks() -> None:
-    model = GPT(GPTConfig(layers=4, width=16, heads=2, context=4))
-    seen: list[tuple[int, float]] = []
-    progress = Position(model, moved=lambda: seen.append((progress.iteration, progress.position)))
-    optimizer = torch.optim.SGD(model.parameters())
-    progress.follow(optimizer)
-    x = torch.zeros(1, 4, dtype=torch.long)
-    for _ in range(2):
-        model(x, x).backward()
-        optimizer.step()
-    assert [position for _, position in seen[:5]] == [0.0, 0.25, 0.5, 0.75, 0.999]
-    assert seen == sorted(seen)
-    assert seen[len(seen) // 2 - 1] == (0, UPDATE)
-    assert math.isclose(seen[-2][1], 1.999)
 
 
 def test_the_simulation_of_the_published_run() -> None:
@@ -215,12 +155,3 @@ def test_the_simulation_of_the_published_run() -> None:
     for row in rows.values():
         assert row["update_s"] >= row["bound_s"] * (1 - 1e-9)
         assert row["iteration_s"] == pytest.approx(row["update_s"] + rank.forward_s + rank.backward_s)
-
-
-def test_the_simulation_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "h100.png"
-    assert memory.main(["--simulate", "--picture", str(path), "--json"]) == 0
-    captured = capsys.readouterr()
-    assert len(json.loads(captured.out.splitlines()[-1])["rows"]) == 5
-    assert "simulated" in captured.err
-    assert path.read_bytes().startswith(b"\x89PNG")

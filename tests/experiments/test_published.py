@@ -1,6 +1,5 @@
-"""The command that fits the published runs: its report, its figures on held-out runs, and bad files."""
+"""The fits to published runs: their figures on runs left out, and the profiles made of them."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -9,37 +8,16 @@ import pytest
 from experiments.bench import planner
 from experiments.harness import missed
 from experiments.paper import published
-from experiments.paper.runs import OVERSHOOT, machine_class, read_runs
+from experiments.paper.runs import read_runs
 from perfmodel.hardware import builtin_profiles
 
-ROWS = list(csv.DictReader(published.RUNS.open(newline="")))
-KEYS = {
-    "runs", "update_median_error", "update_max_error", "backward_median_error", "speedup_median_error",
-    "stride_hits", "stride_cases",
-}  # fmt: skip
 
-
-def write(path: Path, rows: list[dict[str, str]]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
-def report(fit: Path, test: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, float]]:
-    assert published.main(["--fit", str(fit), "--test", str(test), "--json"]) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
-def test_a_model_left_out_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bound = [r for r in ROWS if r["machine"] == "h100" or r["numa_bound"] == "1"]
-    fit = write(tmp_path / "fit.csv", [r for r in bound if r["model"] != "13B"])
-    test = write(tmp_path / "test.csv", [r for r in bound if r["model"] == "13B"])
-    found = report(fit, test, capsys)
-    assert set(found) == {"h100", "a100_bound"}
-    assert set(found["h100"]) == KEYS
-    assert (found["h100"]["runs"], found["a100_bound"]["runs"]) == (3, 5)
+def test_a_model_left_out_is_predicted() -> None:
+    bound = [run for run in read_runs() if run.machine_class != "a100_unbound"]
+    cases = published.cross_validation(bound, lambda run: run.model)
+    of_13b = {name: [p for p in found if p.published.model == "13B"] for name, found in cases.items()}
+    found = {name: published.summary(name, predictions) for name, predictions in of_13b.items()}
+    assert {name: errors["runs"] for name, errors in found.items()} == {"h100": 3, "a100_bound": 5}
     for errors in found.values():
         assert errors["update_median_error"] <= 0.03
         assert errors["update_max_error"] <= 0.1
@@ -48,79 +26,21 @@ def test_a_model_left_out_is_predicted(tmp_path: Path, capsys: pytest.CaptureFix
     assert (found["a100_bound"]["stride_hits"], found["a100_bound"]["stride_cases"]) == (1, 1)
 
 
-def test_cpu_only_runs_to_compare_with_may_be_in_either_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    h100 = [r for r in ROWS if r["machine"] == "h100"]
-    dos = write(tmp_path / "dos.csv", [r for r in h100 if r["mode"] == "dos"])
-    rest = write(tmp_path / "rest.csv", [r for r in h100 if r["mode"] != "dos"])
-    assert report(rest, dos, capsys)["h100"]["speedup_median_error"] is not None
-    alone = write(tmp_path / "alone.csv", [r for r in h100 if r["mode"] == "dos" and r["model"] == "7B"])
-    other = write(tmp_path / "other.csv", [r for r in h100 if r["model"] != "7B"])
-    found = report(other, alone, capsys)["h100"]
-    assert found["speedup_median_error"] is None
-    assert (found["runs"], found["stride_cases"]) == (1, 0)
-
-
 def test_cross_validation_draws_and_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fit = write(tmp_path / "fit.csv", [r for r in ROWS if r["numa_bound"] == "1"])
-    assert published.main(["--fit", str(fit), "--json"]) == 0
+    bound = [run for run in read_runs() if run.machine_class != "a100_unbound"]
+    monkeypatch.setattr(published, "read_runs", lambda: bound)
+    assert published.main(["--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert set(json.loads(out[-1])) == {"h100", "a100_bound"}
     assert any("strides left out" in line for line in out)
     assert {p.name for p in (tmp_path / "out/published").iterdir()} == {"models_left_out.png", "strides_left_out.png"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"stride": None, "update_ms": None}, "missing columns stride, update_ms"),
-        ({"machine": "v100"}, "line 2: machine must be a100 or h100, found 'v100'"),
-        ({"mode": "magic"}, "line 2: 'magic' is not a valid Mode"),
-        ({"update_ms": "-3"}, "update_ms must be positive, found '-3'"),
-        ({"update_ms": ""}, "line 2: could not convert"),
-        ({"numa_bound": "maybe"}, "numa_bound must be 0 or 1"),
-        ({"cpu_ratio": "1.5"}, r"cpu_ratio in [0, 1]"),
-    ],
-)
-def test_bad_files_are_one_clear_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str | None], message: str
-) -> None:
-    row = {k: v for k, v in {**ROWS[0], **change}.items() if v is not None}
-    path = write(tmp_path / "bad.csv", [row])
-    with pytest.raises(SystemExit, match="2"):
-        published.main(["--test", str(path)])
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
-    assert "bad.csv" in error
-
-
-def test_a_class_without_runs_to_fit_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit = write(tmp_path / "fit.csv", [r for r in ROWS if r["machine"] == "h100"])
-    with pytest.raises(SystemExit, match="2"):
-        published.main(["--fit", str(fit), "--test", str(published.RUNS)])
-    assert "no run of that class to fit to" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        published.main(["--fit", str(tmp_path / "none.csv")])
-    (tmp_path / "empty.csv").write_text(",".join(ROWS[0]) + "\n")
-    with pytest.raises(SystemExit, match="2"):
-        published.main(["--fit", str(tmp_path / "empty.csv")])
-    assert "empty.csv: no runs" in capsys.readouterr().err
-
-
-def test_subgroups_are_estimated_where_a_file_does_not_count_them(tmp_path: Path) -> None:
-    row = {k: v for k, v in ROWS[0].items() if k != "n_subgroups"}
-    (run,) = read_runs(write(tmp_path / "runs.csv", [row]))
-    assert run.run.subgroups == round(float(row["params_rank"]) / (OVERSHOOT * float(row["subgroup_size"])))
-    assert machine_class("h100", "0") == "h100"
-
-
 def test_the_builtin_profiles_are_what_the_command_writes(tmp_path: Path) -> None:
-    published.write_profiles(read_runs(published.RUNS), tmp_path)
+    published.write_profiles(read_runs(), tmp_path)
     for path in tmp_path.iterdir():
         written, stored = json.loads(path.read_text()), builtin_profiles()[path.stem].to_json()
         rates = {k: v for k, v in stored.items() if isinstance(v, float)}

@@ -12,38 +12,15 @@ from hypothesis import strategies as st
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import Schedule, SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
+from perfmodel.schedule import SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
 from perfmodel.workload import SavedTensors
 from tests.support.machines import machine, work
+from tests.support.schedules import found, lines
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
-
-
-def lines(made: Schedule) -> list[str]:
-    """One for each task: number, what, stream, size, what it waits for, slot."""
-    names = []
-    for number, task in enumerate(made.tasks):
-        subgroup = "" if task.subgroup is None else f" {task.subgroup}"
-        subgroup += "".join(f"+{other}" for other in task.others)
-        slot = "" if task.slot is None else f" slot {task.slot}"
-        after = " after " + " ".join(map(str, task.after)) if task.after else ""
-        names.append(f"{number} {task.op.value}{subgroup} {task.stream.name} {task.size}{slot}{after}")
-    return names
-
-
-def found(
-    state: Tier,
-    gradient: Tier | None = DEVICE,
-    numel: int = 12,
-    gradient_bytes: int | None = 24,
-    departed: tuple[int, ...] = (),
-    fetched: int | None = None,
-    stale_bytes: int = 0,
-) -> SubgroupState:
-    return SubgroupState(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
 
 
 def step(

@@ -15,7 +15,7 @@ ABSENT = (
     *("matplotlib", "tomli", "pytest", "_pytest", "hypothesis", "xdist", "ruff", "mypy", "mkdocs", "transformers"),
     *("accelerate", "pytorch_lightning", "lightning", "tensorboard", "torchao", "bitsandbytes", "deepspeed"),
 )
-"""What `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
+"""Packages that `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
 NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
 TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
 FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
@@ -24,7 +24,7 @@ QUICK = {
     "experiments.arithmetic": "",
     "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
-    "experiments.memory --simulate": "--picture memory.png",
+    "experiments.memory --simulate": "--out memory.png",
     "experiments.published": "",
     "experiments.sweep": "ratio",
     "experiments.train": TRAIN,

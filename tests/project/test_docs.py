@@ -47,7 +47,7 @@ def test_fragments_run(name: str, accelerated: bool, tmp_path: Path, monkeypatch
 
 
 def run_on_rank(folder: str) -> tuple[int, int]:
-    """What `pair` calls: the page's blocks in a folder of all ranks, the README's with a step of what they build."""
+    """Run the page's blocks in a folder of all ranks, the README's with a step of the optimizer that they build."""
     os.chdir(folder)
     chosen = [block for block in pages.blocks("README") if block.note == pages.ON_RANKS]
     for block in chosen:

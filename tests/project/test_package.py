@@ -50,7 +50,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(site: Path, folder: Path, *arguments: str) -> str:
-    """What Python prints, run in the folder, with the installed package before all others and no editable one."""
+    """Return Python's output, run in the folder, with the installed package before all others and no editable one."""
     path = os.pathsep.join([str(site), *PACKAGES])
     return run(sys.executable, "-S", *arguments, cwd=folder, PYTHONPATH=path).stdout
 

@@ -10,7 +10,6 @@ import pytest
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.answer import Answer, to_json
-from perfmodel.planner.answer import answer as planner_answer
 from perfmodel.planner.machine import FABRICS, GPUS, PCIE
 from perfmodel.planner.main import command_line, question_of
 from perfmodel.planner.question import Question
@@ -49,7 +48,7 @@ def asked(*arguments: str) -> tuple[Question, list[str]]:
 @functools.cache
 def typed(line: str) -> Answer:
     """The answer to a command line that names no file of a test's own."""
-    return planner_answer(*asked(*line.split()))
+    return Answer(*asked(*line.split()))
 
 
 def answer(line: str) -> dict[str, Any]:

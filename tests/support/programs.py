@@ -13,7 +13,7 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from tests.support.training import FAST, everything, mlp
 
-REFUSED = "an earlier step failed part way, so parameters and state do not match"
+REFUSED = "the optimizer is in an undefined state: step"
 INCOMPLETE = "moving a gradient to the host was interrupted or failed"
 STEPS = 3
 
@@ -100,7 +100,7 @@ PROGRAMS = [
 
 @functools.cache
 def expected(program: Program) -> tuple[list[bytes], ...]:
-    """What is read after 0 to STEPS + 1 steps without an interruption."""
+    """What is read after 0 to STEPS + 1 steps without a fault."""
     training = Training(program, in_memory=True)
     found = [training.read()]
     for step in range(STEPS + 1):
@@ -149,7 +149,7 @@ def finish(training: Training) -> str:
                 raise
         else:
             happened = True
-            assert training.read() == after or program.clipped  # the interruption may have come before clipping
+            assert training.read() == after or program.clipped  # the fault may have come before clipping
             if program.clipped:
                 return outcome
     training.run(step + happened, STEPS + 1)

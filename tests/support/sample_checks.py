@@ -8,6 +8,7 @@ import subprocess
 import time
 
 from experiments.check.base import Bench, Skipped
+from experiments.check.suite import run_tests
 from experiments.harness import Limit
 
 
@@ -38,3 +39,7 @@ def hangs(bench: Bench) -> None:
 
 def skips(bench: Bench) -> None:
     raise Skipped("for a reason")
+
+
+def runs_tests(bench: Bench) -> None:
+    run_tests(bench, [bench.out / "test_sample.py"])

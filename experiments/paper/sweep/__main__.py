@@ -9,7 +9,6 @@ A sweep is a TOML file; `experiments/paper/sweep/ready/` has examples. Each run 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import sys
@@ -101,7 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready = ", ".join(sorted(path.stem for path in SWEEPS.glob("*.toml")))
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"a TOML file, or one of {ready}")
     parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder for rows and charts (%(default)s)")
-    parser.add_argument("--fresh", action="store_true", help=argparse.SUPPRESS)  # what every run is now
     parser.add_argument(
         "--report", type=Path, nargs="?", const=REPORT, help=f"write the results of all ready sweeps ({REPORT})"
     )

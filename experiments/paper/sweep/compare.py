@@ -47,7 +47,7 @@ Table = list[list[str]]
 """Rows of cells; the first is the heading."""
 
 BASELINES = ("zero3_offload", "cpu")
-"""What speedups are over: the first of these policies that a sweep has."""
+"""Speedups are over the first of these policies that a sweep has."""
 KINDS = ("published", "measured", "simulated")
 METRICS = ("update", "iteration")
 
@@ -116,7 +116,7 @@ class Comparison:
 
 
 def compare(sweep: Sweep, results: Results) -> list[Comparison]:
-    """What a sweep with an axis compares, one for each of its facets. A run that has no axis is at all of its ticks."""
+    """Comparisons along a sweep's axis, one for each of its facets. A run that has no axis is at all of its ticks."""
     if sweep.axis is None:
         return []
     ticks = _distinct(results, sweep.axis)

@@ -30,7 +30,7 @@ LANES = {
     "D2H": "d2h_busy_s",
     "host DRAM": "host_dram_s",
 }
-"""What keeps each busy, of an outcome."""
+"""Fields of an outcome that say how long each is busy."""
 CHARTS = (
     *("model_size", "ratio", "stride", "data_parallel", "accumulation", "subgroup_size"),
     *("micro_batch", "contention"),
@@ -153,7 +153,7 @@ def _memory(predictor: Predictor) -> dict[str, float]:
 
 
 def _explained(group: Results) -> str:
-    """What each step from ZeRO-Offload to the adaptive policy saves, and on which lane."""
+    """Say how much each step from ZeRO-Offload to the adaptive policy saves, and on which lane."""
     plans: dict[tuple[str, object], Outcome] = {(c.policy, c.memory): o for c, o in group.items()}
     loop, dos = plans["zero3_offload", None], plans["dos", None]
     ratio, stride = plans["ratio", None], plans["stride", None]
@@ -243,9 +243,8 @@ def lane_table(results: Results) -> Table:
     }
     lines = [["", *columns]]
     for config, outcome in results.items():
-        name = Series(config.policy, config.memory, ()).name
-        loop = {"zero3_offload": ", DeepSpeed", "dos": ", DeepSpeed"}.get(config.policy, "")
-        lines.append([name + loop, *(_text(getattr(outcome, field)) for field in columns.values())])
+        loop = ", DeepSpeed" if config.policy in ("zero3_offload", "dos") else ""
+        lines.append([_name(config) + loop, *(_text(getattr(outcome, field)) for field in columns.values())])
     return lines
 
 
@@ -368,12 +367,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
                 for policy in ("async_grad_only", "dos", "adaptive")
             )
             promised = [f"{cpu / seconds - 1:+.1%}" for seconds in (dos, ours)]
-            cells = [
-                f"{r.machine_class}, {r.model}",
-                str(r.ranks),
-                str(r.run.micro_batches),
-                str(r.run.stride),
-            ]
+            cells = [f"{r.machine_class}, {r.model}", *map(str, (r.ranks, r.run.micro_batches, r.run.stride))]
             cells += [f"{item.cpu_s:.2f}", f"{item.interleaved_s:.2f}", f"{item.gain:+.1%}"]
             cells += [f"{item.update_saved_s:.2f}", f"{item.backward_added_s:+.2f}"]
             lines.append([*cells, *promised])

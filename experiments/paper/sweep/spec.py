@@ -1,4 +1,4 @@
-"""What a sweep runs: a TOML file as a list of configurations, every mistake in it said in one line."""
+"""Specification of a sweep: a TOML file as a list of configurations, every mistake in it said in one line."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _is_size(value: object) -> bool:
 
 
 class Key(NamedTuple):
-    """What a run may say for a key. wanted: in words. accepts: whether a value is one. read: what it becomes."""
+    """Values that a run may have for a key. wanted: in words. accepts: whether a value is one. read: converts it."""
 
     wanted: str
     accepts: Callable[[Any], bool]
@@ -188,7 +188,7 @@ def _read_value(key: str, value: object) -> Any:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What one file asks for.
+    """The runs that one file asks for.
 
     axis: the key along which results are compared, or None. facets: other keys with several values, but for those that
     change together with the axis, and those that tell the compared from each other.
@@ -226,14 +226,9 @@ def _read(name: str, document: dict[str, Any]) -> Sweep:
     unknown = sorted(document.keys() - {"title", "about", "axis", "run", "together"})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; there are title, about, axis, run, together")
-    for key in ("title", "about", "axis"):
-        if not isinstance(document.get(key, ""), str):
-            raise ValueError(f"{key} must be text, found {document[key]!r}")
     run, together = document.get("run"), document.get("together", [])
     if not isinstance(run, dict):
         raise ValueError("a sweep needs a table [run]")
-    if not isinstance(together, list) or not all(isinstance(table, dict) and table for table in together):
-        raise ValueError("together must be tables [[together]] with lists in them")
     columns: list[Mapping[str, Sequence[object]]] = [{key: _list(key, value)} for key, value in run.items()]
     columns += [_same_length(table) for table in together]
     keys = [key for table in columns for key in table]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 import threading
 import weakref
 from typing import Any
@@ -16,7 +17,6 @@ from dos import DOSAdam
 from perfmodel import Op
 from tests.support.activations import Net, optimizer_of, saved
 from tests.support.devices import Copying
-from tests.support.interruptions import interrupted_at
 from tests.support.training import bits
 
 
@@ -254,29 +254,33 @@ def step(model: nn.Module, optimizer: DOSAdam, number: int) -> Tensor:
     return loss
 
 
-@pytest.mark.timeout(120)
-def test_an_interruption_anywhere_in_forward_or_backward_changes_no_later_bit() -> None:
-    def start() -> tuple[nn.Module, DOSAdam]:
-        model = Net(2)
-        optimizer = optimizer_of(model, 1.0)
-        step(model, optimizer, 0)
-        return model, optimizer
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("number", [1, 4, 9])
+@pytest.mark.parametrize("op", [Op.SAVE, Op.RESTORE])
+def test_ctrl_c_in_forward_or_backward_changes_no_later_bit(
+    op: Op, number: int, presses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """number: of the copy at which it comes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    left, copied = [0], Copying.copy
 
-    model, optimizer = start()
-    with interrupted_at(-1) as count:
+    def copy(device: Copying, of: Op, *rest: Any) -> Any:
+        left[0] -= of is op
+        for _ in range(presses if of is op and left[0] == 0 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return copied(device, of, *rest)
+
+    monkeypatch.setattr(Copying, "copy", copy)
+    (model, optimizer), (twin, other) = [(net, optimizer_of(net, 1.0)) for net in (Net(2), Net(2))]
+    for batch, network, its in ((0, twin, other), (1, twin, other), (0, model, optimizer)):
+        step(network, its, batch)
+    left[0] = number
+    with pytest.raises(KeyboardInterrupt):
         step(model, optimizer, 1)
-    expected = bits(p.grad for p in model.parameters())
-    for line in range(1, count[0], max(1, count[0] // 35)):
-        model, optimizer = start()
-        try:
-            with interrupted_at(line):
-                step(model, optimizer, 1)
-        except KeyboardInterrupt:
-            pass
-        step(model, optimizer, 1)
-        assert bits(p.grad for p in model.parameters()) == expected, line
-        assert not leaves(optimizer)
-        offload = optimizer._session.on_device.activations
-        assert offload is not None
-        assert offload.pool.used == 0, line
-    assert Op.SAVE in {asked.op for asked in optimizer._device.asked}
+    assert left[0] <= 0
+    step(model, optimizer, 1)
+    assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in twin.parameters())
+    assert not leaves(optimizer)
+    offload = optimizer._session.on_device.activations
+    assert offload is not None
+    assert offload.pool.used == 0

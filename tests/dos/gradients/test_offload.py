@@ -18,7 +18,7 @@ from dos.devices import Copy
 from dos.gradients import offload
 from dos.step.ledger import Ledger
 from perfmodel import Op
-from tests.support.training import assert_close_ulp, backward, batch, bits, mlp, on, profile, train
+from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 BETAS = (0.0, 0.999)
@@ -309,3 +309,14 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
         optimizer.step()
     optimizer.zero_grad()
     assert trained(model, optimizer)
+
+
+def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = DOSAdam(model.parameters(), offload_gradients=True, device=EmulatedDevice(FAST, capacity=10**7))
+    for _ in range(2):
+        loss = model(torch.ones(2, 24, dtype=torch.bfloat16)).float().sum()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    assert optimizer.grad_norm() > 0

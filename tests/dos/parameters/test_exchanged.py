@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,7 @@ from torch import nn
 
 from dos import DOSAdam
 from dos.machine import host_memory
-from dos.parameters.registry import Registry
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk
-from tests.support.interruptions import interrupted_at
-from tests.support.programs import REFUSED
 from tests.support.training import FAST, bits, on
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -182,30 +178,3 @@ def test_state_that_is_kept_stays(place: str | float) -> None:
         found.append(bits([*model.parameters(), optimizer.state[model.sizes]["exp_avg"]]))
         assert optimizer.state[model.sizes]["step"] == 4
     assert found[0] == found[1]
-
-
-def test_what_was_half_forgotten_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted at any line: subgroups whose records have gone would stay, and have their part in each plan."""
-    forget = Registry.forget
-    for line in itertools.count(1):
-
-        def interrupted(registry: Registry, *exchanged: Any, line: int = line) -> None:
-            with interrupted_at(line):
-                forget(registry, *exchanged)
-
-        model = Points()
-        optimizer = made("cpu", model)
-        model().backward()
-        optimizer.step()
-        exchange(model, optimizer, torch.arange(len(model.places)))
-        model().backward()
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr(Registry, "forget", interrupted)
-                optimizer.step()
-        except KeyboardInterrupt:
-            with pytest.raises(RuntimeError, match=REFUSED):
-                optimizer.step()
-        else:
-            break
-    assert line > 1, "it was never interrupted"

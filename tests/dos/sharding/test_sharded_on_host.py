@@ -100,5 +100,5 @@ def test_a_failure_is_said_before_state_is_read() -> None:
             train(late, optimizer, steps=[2])
             with pytest.raises(RuntimeError, match="the memory is broken"):
                 wait(optimizer)
-        with pytest.raises(RuntimeError, match="an earlier step failed part way"):
+        with pytest.raises(RuntimeError, match="undefined state: step 2 was the last complete one"):
             optimizer.step()

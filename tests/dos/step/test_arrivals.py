@@ -1,4 +1,4 @@
-"""State that comes to stay travels during backward: in time, in order, and interrupted."""
+"""State that comes to stay travels during backward: in time, in order, and up to a copy that fails."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Copy, Job
+from dos.devices import LANE_OF, Copy, Job
 from perfmodel import Op, Placement
 from tests.support.devices import Asked, Copying, LateDevice, jittery_device
+from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import Changes, InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 CPU, STREAMED, RESIDENT = Placement
 
 
-class Interrupted(EmulatedDevice):
-    """Ctrl-C at the nth prefetch from now on."""
+class Failing(EmulatedDevice):
+    """The nth prefetch from now on fails as it is issued."""
 
     left = 0
 
@@ -31,7 +32,7 @@ class Interrupted(EmulatedDevice):
         if op is Op.PREFETCH:
             self.left -= 1
             if self.left == 0:
-                raise KeyboardInterrupt
+                raise ValueError
         return super().copy(op, subgroup, copies, after)
 
 
@@ -64,6 +65,18 @@ def assert_as_on_host(model: nn.Sequential, optimizer: DOSAdam, steps: int, unus
     assert bits(model.parameters()) == bits(twin.parameters())
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
+
+
+def note_freed(device: FakeCudaDevice, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """A list to which each buffer is added that the device is given back, with what is in it then."""
+    free, freed = device.free, list[tuple[Tensor, Tensor]]()
+
+    def noted(buffer: Tensor) -> None:
+        free(buffer)
+        freed.append((buffer, buffer.clone()))
+
+    monkeypatch.setattr(device, "free", noted)
+    return freed
 
 
 def test_state_that_comes_to_stay_travels_before_the_step() -> None:
@@ -107,6 +120,33 @@ def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
     assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
 
 
+@pytest.mark.parametrize("place", [RESIDENT, STREAMED])
+def test_memory_is_not_given_away_while_a_copy_that_failed_is_still_running(
+    place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of several pieces, the last of which could not be issued."""
+    device = FakeCudaDevice(install(monkeypatch, None))
+    freed, copy = note_freed(device, monkeypatch), device.copy
+
+    def fail(op: Op, *rest: Any) -> Job:
+        job = copy(op, *rest)
+        if op is Op.PREFETCH:
+            monkeypatch.setattr(device, "copy", copy)
+            raise ValueError
+        return job
+
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=InTurn(*[CPU] * 3, place), subgroup_size=150, device=device)
+    train(model, optimizer, 1)
+    monkeypatch.setattr(device, "copy", fail)
+    with pytest.raises(ValueError):  # noqa: PT011
+        train(model, optimizer, 2)
+    for op in LANE_OF:
+        copy(op, 0, []).wait()
+    assert freed
+    assert all(torch.equal(buffer, then) for buffer, then in freed)
+
+
 def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
     """Attached, the last step may still flush when backward begins, which therefore waits for it first."""
     model, optimizer = start(InTurn(STREAMED, RESIDENT), late(Op.FLUSH))
@@ -115,12 +155,12 @@ def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
 
 
 @pytest.mark.parametrize(("before", "nth"), [("step", 2), ("state", 1), ("state", 5), ("release", 2)])
-def test_an_interruption_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
-    device = Interrupted(FAST, 10**9)
+def test_a_copy_that_fails_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
+    device = Failing(FAST, 10**9)
     model, optimizer = start(InTurn(CPU, RESIDENT), device)
     train(model, optimizer, 1)
     device.left = nth
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ValueError):  # noqa: PT011
         train(model, optimizer, 1, first_step=1)
     device.left = 0
     if before == "state":

@@ -1,111 +1,227 @@
-"""Interrupted anywhere, a step has happened wholly or not at all, or else state and the next step are refused."""
+"""Fault x moment x outcome: Ctrl-C takes effect at the end of a call; an exception in a change is said from then on."""
 
 from __future__ import annotations
 
-import random
+import copy
+import functools
 import signal
 import threading
-import time
-from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
+from dos.backward import Backward
 from dos.devices import Mark
-from perfmodel import Plan, Workload
-from perfmodel.policies import cpu_only
+from dos.gradients.clipping import Clipping
+from dos.gradients.offload import OffloadedGradients
+from dos.parameters.hooks import Attachment
+from dos.parameters.reconciler import Reconciler
+from dos.parameters.registry import Registry
+from dos.session import Session
+from dos.step.issue import Step
+from dos.step.ledger import Ledger
+from dos.step.prepare import Preparation
 from tests.support.devices import UpdatesAfterStep
-from tests.support.interruptions import EVERYWHERE, interrupted_at
-from tests.support.programs import PROGRAMS, STEPS, Program, Training, finish, is_whole
-from tests.support.training import FAST, SLOW, backward, mlp, train
+from tests.support.programs import Program, Training
+from tests.support.training import FAST, backward, batch, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-INTERRUPTS = 400
+STEPS = 2
+HOST, CPU, RESIDENT = Program(None), Program("cpu"), Program(0.0)
+STREAMED, ATTACHED = Program("stride:1"), Program("stride:2", attached=True)
+OFFLOADED, NATIVE = Program("stride:2", offload_gradients=True), Program(0.5, offload_gradients="native")
+DISK = Program("stride:2", disk=True)
+
+DEVICE = CPU, RESIDENT, STREAMED, DISK
+PLAIN = HOST, *DEVICE
+ALL = *PLAIN, ATTACHED, OFFLOADED, NATIVE
 
 
-def started(program: Program, steps: int) -> Training:
-    """After so many steps."""
+class Call(NamedTuple):
+    """A call of user code, after so many steps. prepare: what comes before it."""
+
+    act: Callable[[Training], object]
+    steps: int = STEPS
+    prepare: Callable[[Training], object] = lambda training: training.backward(STEPS)
+
+
+def exchange(training: Training) -> None:
+    """Put other parameters in the place of all."""
+    for module in training.model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    training.optimizer.param_groups[0]["params"] = list(training.model.parameters())
+    training.optimizer.state.clear()
+    training.backward(STEPS)
+
+
+def save(training: Training) -> None:
+    training.backward(STEPS)
+    training.saved = copy.deepcopy(training.optimizer.state_dict())
+    training.saved["param_groups"][0]["lr"] = 0.5
+    training.saved["state"][0]["exp_avg"] *= 30
+
+
+CALLS = {
+    "step": Call(lambda training: training.optimizer.step()),
+    "first step": Call(lambda training: training.optimizer.step(), 0),
+    "step after exchange": Call(lambda training: training.optimizer.step(), prepare=exchange),
+    "load": Call(lambda training: training.optimizer.load_state_dict(training.saved), prepare=save),
+    "backward": Call(lambda training: training.backward(STEPS), prepare=lambda training: None),
+    "clip": Call(lambda training: training.optimizer.clip_grad_norm_(0.05)),
+    "norm": Call(lambda training: training.optimizer.grad_norm()),
+    "attach": Call(lambda training: training.optimizer.attach(training.model)),
+    "synchronize": Call(lambda training: training.optimizer.synchronize()),
+    "release_memory": Call(lambda training: training.optimizer.release_memory()),
+    "state_dict": Call(lambda training: training.optimizer.state_dict()),
+}
+
+DONE, UNCHANGED, BROKEN = "done", "unchanged", "broken"
+
+
+class Moment(NamedTuple):
+    """A method that the call runs. ctrl_c, exception: what the first Ctrl-C, and any other exception, leaves."""
+
+    call: str
+    where: type
+    method: str
+    programs: tuple[Program, ...]
+    ctrl_c: str
+    exception: str
+
+
+MOMENTS = [
+    Moment("step", Reconciler, "look", ALL, DONE, UNCHANGED),
+    Moment("step", Backward, "decide", DEVICE, DONE, UNCHANGED),
+    Moment("step", Preparation, "reserve", DEVICE, DONE, UNCHANGED),
+    Moment("first step", Reconciler, "settle", (HOST, CPU, RESIDENT), DONE, UNCHANGED),
+    Moment("first step", Registry, "reindex", (HOST, CPU, DISK), DONE, BROKEN),
+    Moment("step after exchange", Registry, "forget", (HOST, CPU, RESIDENT), DONE, BROKEN),
+    Moment("step after exchange", Backward, "forget", (CPU, RESIDENT), DONE, BROKEN),
+    Moment("step", Reconciler, "count", PLAIN, DONE, BROKEN),
+    Moment("step", Ledger, "issue", (CPU, ATTACHED, OFFLOADED, DISK), DONE, BROKEN),
+    Moment("step", Step, "issue", (*DEVICE, ATTACHED, OFFLOADED), DONE, BROKEN),
+    Moment("step", Clipping, "forget", (HOST, ATTACHED, OFFLOADED, NATIVE), DONE, BROKEN),
+    Moment("step", Backward, "end", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
+    Moment("step", Ledger, "settle", (HOST, CPU, RESIDENT), DONE, DONE),
+    Moment("step", Backward, "begin", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
+    Moment("load", Reconciler, "without_room", (HOST, CPU, RESIDENT), DONE, UNCHANGED),
+    Moment("load", Session, "install_state", PLAIN, DONE, BROKEN),
+    # A hook in which Ctrl-C comes ends, and torch ends backward or forward with it.
+    Moment("backward", Backward, "count", (CPU, OFFLOADED), UNCHANGED, UNCHANGED),
+    Moment("backward", Ledger, "send", (CPU, OFFLOADED, NATIVE), UNCHANGED, UNCHANGED),
+    Moment("backward", OffloadedGradients, "take", (OFFLOADED, NATIVE), UNCHANGED, UNCHANGED),
+    Moment("backward", Ledger, "join", (ATTACHED,), UNCHANGED, UNCHANGED),
+    Moment("clip", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
+    Moment("norm", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
+    Moment("attach", Ledger, "settle", (CPU, ATTACHED), DONE, UNCHANGED),
+    Moment("synchronize", Ledger, "settle", (HOST, CPU, ATTACHED), DONE, UNCHANGED),
+    Moment("release_memory", Ledger, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
+    Moment("state_dict", Ledger, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
+]
+
+
+def press(times: int) -> None:
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise MemoryError
+
+
+FAULTS: dict[str, tuple[Callable[[], None], type[BaseException]]] = {
+    "Ctrl-C": (lambda: press(1), KeyboardInterrupt),
+    "Ctrl-C twice": (lambda: press(2), KeyboardInterrupt),
+    "no memory": (fail, MemoryError),
+}
+
+
+def started(program: Program, call: Call) -> Training:
     training = Training(program)
-    training.run(end=steps)
+    training.run(end=call.steps)
+    call.prepare(training)
     return training
 
 
-def lines_of(program: Program, first_step: int) -> int:
-    """Lines that the last steps of a program run."""
-    training = started(program, first_step)
-    with interrupted_at(-1) as count:
-        training.run(first_step)
-    return count[0]
+def go_on(training: Training) -> list[bytes]:
+    """With the gradients that are there, and then others."""
+    training.optimizer.step()
+    training.run(STEPS + 1, STEPS + 2)
+    return training.read()
 
 
-def outcome_of(program: Program, line: int, first_step: int) -> str:
-    """Interrupt a program, check what must hold then, and say what has happened to the step."""
-    training = started(program, first_step)
-    try:
-        with interrupted_at(line):
-            training.run(first_step)
-    except KeyboardInterrupt:
-        return finish(training)
-    return "not interrupted"
+@functools.cache
+def undisturbed(program: Program, call: str) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """Everything before the call, after it, and once training has gone on."""
+    before = started(program, CALLS[call]).read()
+    training = started(program, CALLS[call])
+    CALLS[call].act(training)
+    return before, training.read(), go_on(training)
 
 
-@pytest.mark.timeout(7200 if EVERYWHERE else 300)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_at_any_line(program: Program) -> None:
-    outcomes: Counter[str] = Counter()
-    for first_step, share in ((STEPS - 1, 0.7), (0, 0.3)):
-        total = lines_of(program, first_step)
-        count = total if EVERYWHERE else min(total, int(INTERRUPTS * share / len(PROGRAMS)) + 1)
-        lines = [1 + int((i + random.Random(i).random()) * total / count) for i in range(count)]
-        for line in lines:
-            outcomes[outcome_of(program, line, first_step)] += 1
-    # Those that are drawn may miss the few lines after the update, of which there are not always as many.
-    for back in (2**i for i in range(8)):
-        if not outcomes["wholly"]:
-            outcomes[outcome_of(program, total - back, first_step)] += 1
-    assert outcomes["not at all"] > 0
-    assert outcomes["wholly"] > 0
+def disturb(training: Training, moment: Moment, fault: str, *, late: bool) -> None:
+    """Call with a fault as the method begins or, if late, ends, the first time that it is called."""
+    cause, error = FAULTS[fault]
+    plain, left = getattr(moment.where, moment.method), [cause]
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        found = plain(*arguments, **named) if late or not left else None
+        cause = left.pop() if left else None
+        if cause is not None:
+            cause()
+        return found if late or cause is None else plain(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moment.where, moment.method, faulty)
+        with pytest.raises((error, RuntimeError)) as raised:
+            CALLS[moment.call].act(training)
+    assert not left, "the call does not come to that moment"
+    assert isinstance(raised.value, error) or isinstance(raised.value.__cause__, error)
 
 
-@pytest.mark.skipif(not EVERYWHERE, reason="real signals come when they like: set DOS_INTERRUPTS=1 to send them")
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_ctrl_c_leaves_a_state_that_can_be_saved(program: Program) -> None:
-    """Which the signal does at any moment; what is read then is what a whole number of steps has made."""
-    drawn = random.Random(0)
-    for _ in range(4):
-        training = Training(program, EmulatedDevice(SLOW, capacity=10**7))
-        timer = threading.Timer(drawn.uniform(0.0, 0.05), signal.raise_signal, [signal.SIGINT])
-        training.at = 0, False
-        try:
-            timer.start()
-            training.run(end=STEPS + 1)
-            while timer.is_alive():
-                time.sleep(1e-3)
-        except KeyboardInterrupt:
-            is_whole(program, training.read(), training.at[0])
-        timer.join()
+def assert_refuses(training: Training, steps: int) -> None:
+    """Fail unless the optimizer says which step was the last complete one, and lets go of what it holds."""
+    optimizer = training.optimizer
+    load = functools.partial(optimizer.load_state_dict, torch.optim.AdamW(training.model.parameters()).state_dict())
+    for use in (optimizer.step, optimizer.state_dict, lambda: optimizer.state, load):
+        with pytest.raises(RuntimeError, match=f"undefined state: step {steps} was the last complete one"):
+            use()
+    training.model(torch.ones(1, 24, dtype=training.program.dtype)).sum().backward()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    if training.program.policy is not None:
+        optimizer.release_memory()
+        assert training.device.usage().held == 0
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_in_a_step_takes_effect_at_its_end_and_twice_at_once(presses: int) -> None:
-    def policy(work: Workload) -> Plan:
-        for _ in range(presses):
-            signal.raise_signal(signal.SIGINT)
-        return cpu_only(work)
+@pytest.mark.filterwarnings("ignore:DOSAdam.step.. found no gradient")  # of offloaded ones, after they were used
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("moment", MOMENTS, ids=lambda m: f"{m.call}-{m.where.__name__}.{m.method}")
+def test_a_fault_leaves_what_the_table_says(moment: Moment, fault: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    call, outcome = CALLS[moment.call], moment.ctrl_c if fault == "Ctrl-C" else moment.exception
+    for program in moment.programs:
+        before, after, later = undisturbed(program, moment.call)
+        for late in (False, True):
+            training = started(program, call)
+            disturb(training, moment, fault, late=late)
+            if outcome == BROKEN:
+                assert_refuses(training, call.steps)
+                continue
+            if outcome == UNCHANGED:
+                assert training.read() == before
+                call.act(training)
+            assert training.read() == after
+            assert go_on(training) == later
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # an interruption of a test before may have left another
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=policy, device=EmulatedDevice(FAST, capacity=10**7))
-    model(torch.ones(2, 24)).sum().backward()
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert [float(entry["step"]) for entry in optimizer.state.values()] == [1.0] * 5 * (presses == 1)
 
-
-def test_the_second_ctrl_c_ends_synchronize_at_once() -> None:
+def test_the_second_ctrl_c_ends_synchronize_at_once_and_the_next_call_waits() -> None:
     presses = []
 
     class Pressed(UpdatesAfterStep):
@@ -115,7 +231,11 @@ def test_the_second_ctrl_c_ends_synchronize_at_once() -> None:
             return super().mark()
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    model, device = mlp(), Pressed(FAST, 10**9)
+    model, twin, device = mlp(), mlp(), Pressed(FAST, 10**9)
+    on_host = DOSAdam(twin.parameters())
+    train(twin, on_host, 2)
+    backward(twin, 0)
+    on_host.step()
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
     optimizer.attach(model)
     train(model, optimizer, 2)
@@ -125,8 +245,29 @@ def test_the_second_ctrl_c_ends_synchronize_at_once() -> None:
     presses += [signal.SIGINT] * 2
     with pytest.raises(KeyboardInterrupt):
         optimizer.synchronize()
+    threading.Timer(0.2, device.returned.set).start()
+    assert bits([model(batch(1))]) == bits([twin(batch(1))])
+    assert everything(model, optimizer) == everything(twin, on_host)
+
+
+def test_ctrl_c_in_attach_takes_effect_once_the_model_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Attachment.__init__
+
+    def pressed(attachment: Attachment, *arguments: Any) -> None:
+        plain(attachment, *arguments)
+        press(1)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(Attachment, "__init__", pressed)
+    model, device = mlp(), UpdatesAfterStep(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.attach(model)
+    train(model, optimizer, 2)  # its hooks see which modules run
+    backward(model, 0)
+    device.returned.clear()
+    optimizer.step()
     device.returned.set()
-    assert {float(entry["step"]) for entry in optimizer.state.values()} == {3.0}
 
 
 def test_a_handler_of_the_programs_own_is_left_alone() -> None:

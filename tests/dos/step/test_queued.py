@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices import Job
+from dos.parameters.reconciler import Reconciler
 from dos.planning.decisions import Decisions
 from dos.state.device_store import DeviceStore
 from dos.step.iteration import Iteration
@@ -115,6 +116,23 @@ def test_a_step_that_fails_on_the_device_is_told_by_the_next_call(
     for _ in range(2):
         with pytest.raises(RuntimeError, match="failed part way"):
             optimizer.step()
+
+
+def test_a_step_that_fails_behind_queued_ones_says_that_these_are_complete(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    runtime.caller = FakeStream(runtime)
+    _, optimizer = resident(runtime)
+    for _ in range(3):
+        optimizer.step()
+    monkeypatch.setattr(Reconciler, "count", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="step 3 was the last complete one"):
+        optimizer.step()
 
 
 def test_ctrl_c_before_a_step_is_handed_over_waits_for_all_of_it(

@@ -5,12 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dos.torch_internals.modes import disable_dynamo, is_compiled, is_profiled, next_node
+from dos.torch_internals.modes import (
+    backward_number,
+    disable_dynamo,
+    in_backward,
+    is_compiled,
+    is_profiled,
+    next_node,
+    when_backward_ends,
+)
 
 CHANGED = "torch has changed what dos/torch_internals/modes.py relies on"
 
@@ -49,6 +58,35 @@ def test_tensors_that_one_operation_saves_have_one_number() -> None:
         thread.start()
         thread.join()
     assert numbers[0] == numbers[1], CHANGED
+
+
+def test_backward_is_known_and_its_end() -> None:
+    """The innermost one, where they are nested; what raises has no end."""
+    seen: list[object] = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *slopes: Tensor) -> Tensor:
+            outer = backward_number()
+            assert in_backward(), CHANGED
+            when_backward_ends(lambda: seen.append("outer"))
+            with torch.enable_grad():
+                y = torch.ones(2, requires_grad=True)
+                z = y * 2
+                z.register_hook(lambda _: seen.append(backward_number() != outer))
+                z.register_hook(lambda _: when_backward_ends(lambda: seen.append("inner")))
+                z.sum().backward()
+            seen.append("after")
+            return slopes[0]
+
+    assert not in_backward(), CHANGED
+    Nested.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == [True, "inner", "after", "outer"], CHANGED
+    assert not in_backward(), CHANGED
 
 
 def test_compiled_modules_are_known() -> None:

@@ -18,7 +18,7 @@ from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
-from perfmodel.planner.answer import answer
+from perfmodel.planner.answer import Answer
 from perfmodel.planner.machine import GPUS
 from perfmodel.planner.memory import device_footprint
 from perfmodel.planner.outcome import Outcome, adaptive_outcome, outcomes
@@ -89,14 +89,14 @@ def test_zero_divides_what_its_stage_says() -> None:
 @pytest.mark.parametrize("numel", [7e9, 1e9])
 def test_figures_are_the_performance_model_s(numel: float) -> None:
     asked = question(numel, chosen_size=int(numel / 40))
-    found, situation = answer(asked, []), Situation(asked)
+    found, situation = Answer(asked), Situation(asked)
     work, profile = situation.update_workload, situation.profile
     assert adaptive_outcome(situation).plan == adaptive(situation.iteration_workload, profile)
     *others, best = found.policies
     assert best.update_s is not None
     assert found.bound == lower_bound(work, profile)
     assert found.bound.seconds <= best.update_s
-    assert best.exposed_s == best.seconds - (found.job.forward_s + found.job.backward_s)
+    assert best.exposed_s == best.seconds - (situation.job.forward_s() + situation.job.backward_s)
     assert [row.fits for row in others] == [numel == 1e9, True, True, True]
     assert found.alternative == min((row for row in others if row.fits), key=lambda row: row.seconds)
     assert best.seconds <= 1.01 * found.alternative.seconds
@@ -177,7 +177,7 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 def test_memory_for_all_state() -> None:
     asked = question(numel=1.05e9)
-    needed = answer(asked, []).device.all_resident_total
+    needed = Answer(asked).all_resident
     assert needed is not None
     for more, resident, fused in ((-(2**20), False, False), (64, True, False), (2.1 * asked.state_numel, True, True)):
         enough = asked.replace(device_bytes=int(needed + more))
@@ -196,8 +196,8 @@ def test_adamw_in_float32_needs_no_master() -> None:
 
 def test_a_device_that_is_too_small() -> None:
     asked = question(device_bytes=24 * GIB, checkpointing=False, chosen_size=175_000_000)
-    found = answer(asked, [])
-    assert not found.fits
+    found = Answer(asked)
+    assert not found.situation.fits
     assert not any(row.fits or row.update_s or row.iteration_s for row in found.policies)
     assert found.bound is None
     assert found.alternative is None

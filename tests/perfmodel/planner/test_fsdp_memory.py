@@ -1,4 +1,4 @@
-"""What FSDP2 holds on the device beside activations: the planner's count against PyTorch's own."""
+"""Device memory that FSDP2 holds beside activations: the planner's count against PyTorch's own."""
 
 from __future__ import annotations
 

@@ -55,9 +55,3 @@ def test_nothing_gets_slower_when_a_part_gets_faster(whole: Pass, layers: int, p
     faster = whole._replace(**{part: factor * getattr(whole, part)})
     assert forward_s(faster, layers) <= forward_s(whole, layers) * (1 + 1e-9)
     assert backward_s(faster, layers) <= backward_s(whole, layers) * (1 + 1e-9)
-
-
-@given(st.floats(0.1, 10, allow_subnormal=False), LAYERS)
-def test_without_anything_beside_it_compute_is_all(compute: float, layers: int) -> None:
-    assert forward_s(Pass(compute), layers) == pytest.approx(compute)
-    assert backward_s(Pass(compute), layers) == pytest.approx(compute)

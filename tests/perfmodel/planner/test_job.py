@@ -20,7 +20,7 @@ from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement
-from perfmodel.planner.answer import answer
+from perfmodel.planner.answer import Answer
 from perfmodel.planner.job import EFFICIENCY, Job
 from perfmodel.planner.machine import FABRICS, Fabric
 from perfmodel.planner.outcome import adaptive_outcome, outcomes
@@ -190,16 +190,16 @@ def test_no_resource_works_longer_than_the_iteration_lasts(
     drawn: dict[str, Any], gradients: bool, share: float
 ) -> None:
     leaving = {"offload_gradients": gradients, "offload_activations": share}
-    found = answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}), [])
+    found = Answer(drawn_question({**drawn, **leaving, "chosen_size": int(drawn["numel"] / 16)}))
     assert all(lever.outcome.fits for lever in found.levers)
-    assert not (found.remedies and found.fits)
-    job, iteration_s = found.job, found.best.iteration_s
+    assert not (found.remedies and found.situation.fits)
+    job, iteration_s = found.situation.job, found.best.iteration_s
     if iteration_s is None:
-        assert job.limit in (DEVICE, HOST)
+        assert found.limit in (DEVICE, HOST)
         return
-    assert max(job.busy_s.values()) == job.busy_s[job.limit] <= iteration_s * (1 + 1e-9)
-    trained_s = job.forward_s + job.backward_s
-    assert found.compute_s <= trained_s * (1 + 1e-9) <= iteration_s * (1 + 1e-6)
+    assert max(found.busy_s.values()) == found.busy_s[found.limit] <= iteration_s * (1 + 1e-9)
+    trained_s = job.forward_s() + job.backward_s
+    assert found.situation.compute_s <= trained_s * (1 + 1e-9) <= iteration_s * (1 + 1e-6)
 
 
 def test_memory_is_divided_over_the_shards() -> None:
@@ -228,13 +228,13 @@ def test_zero_gathers_new_parameters_after_the_update() -> None:
 
 def test_a_slow_network_limits_the_job_and_hsdp_helps() -> None:
     asked = question(numel=13e9, ranks=8, nodes=2, fsdp=True, fabric=Fabric(450 * GB, 5 * GB))
-    found = answer(asked, [])
-    best, job = found.best, found.job
+    found = Answer(asked)
+    best, job = found.best, found.situation.job
     exchanged_s = 3 * 7 / 8 * 26e9 / (EFFICIENCY * 5e9)
-    assert job.limit == "network"
-    assert job.forward_s + job.backward_s == pytest.approx(exchanged_s, rel=0.05), "nothing else takes as long"
+    assert found.limit == "network"
+    assert job.forward_s() + job.backward_s == pytest.approx(exchanged_s, rel=0.05), "nothing else takes as long"
     assert best.seconds >= exchanged_s
-    assert job.tokens_per_s == pytest.approx(8 * 2048 / best.seconds), "of all GPUs together"
+    assert found.tokens_per_s == pytest.approx(8 * 2048 / best.seconds), "of all GPUs together"
     hsdp = Situation(asked.replace(replicas=2))
     assert hsdp.training_s == pytest.approx(26e9 / 4 / (EFFICIENCY * 5e9 / 4), rel=0.05)
     helps = {lever.change: lever.outcome.seconds for lever in found.levers}

@@ -46,18 +46,6 @@ def test_what_the_constructor_would_refuse_does_not_fit(settings: str) -> None:
     assert not situation.fits
 
 
-def test_a_configuration_within_a_configuration(tmp_path: Path) -> None:
-    """As models that also see have it."""
-    path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps({"model_type": "llava", "text_config": LLAMA_2_7B, "vision_config": {"hidden_size": 1024}})
-    )
-    question, _ = asked(str(path), "--machine", "h100", "--trainable", "1%")
-    assert question.model.numel == 6_738_415_616
-    assert question.trained == pytest.approx(0.01 * 6_738_415_616, rel=1e-6)
-    assert "text_config" in question.model.assumed
-
-
 def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     shown = text("--params 7e9 --machine rtx_4090_desktop --host 48GiB --checkpointing", capsys)
     assert "DOES NOT FIT. Without any optimizer state the GPU needs 28.5 GiB, 4.9 GiB more than it has." in shown
@@ -116,28 +104,28 @@ def test_no_table_is_cut_where_the_output_is_no_terminal(
     assert max(map(len, shown.splitlines())) > 60
 
 
-def test_formats_and_dtypes_have_the_names_that_dosadam_and_torch_give_them() -> None:
-    """`split` is the default by name; dtypes are torch's, too."""
+def test_options_may_be_written_in_several_ways() -> None:
+    """`split` is the default by name, dtypes are torch's, too, and shares may be percentages."""
+    line = "--params", "1e9", "--machine", "h100"
     plain, *named = (
-        Situation(asked("--params", "1e9", "--machine", "h100", *more.split())[0])
+        Situation(asked(*line, *more.split())[0])
         for more in ("", "--state-format split", "--dtype bfloat16", "--dtype bfloat16 --state-format split")
     )
     assert [each.host for each in named] == [plain.host] * 3
-    fp16, fp32 = (asked("--params", "1e9", "--machine", "h100", "--dtype", name)[0] for name in ("float16", "float32"))
-    assert (fp16.dtype, fp32.dtype) == ("fp16", "fp32")
-
-
-def test_shares_may_be_percentages() -> None:
-    line = "--params", "1e9", "--machine", "h100"
-    share, percent = (asked(*line, "--utilisation", text)[0] for text in ("0.4", "40%"))
-    assert share.flops_rate == percent.flops_rate == 0.4 * 989e12
+    assert [asked(*line, "--dtype", name)[0].dtype for name in ("float16", "float32")] == ["fp16", "fp32"]
+    assert [asked(*line, "--utilisation", text)[0].flops_rate for text in ("0.4", "40%")] == [0.4 * 989e12] * 2
     assert asked(*line, "--offload-activations", "50%")[0].offload_activations == 0.5
 
 
-def test_the_folder_of_a_model(tmp_path: Path) -> None:
-    """As `save_pretrained` writes it."""
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_2_7B))
-    assert asked(str(tmp_path), "--machine", "h100")[0].model.numel == 6_738_415_616
+@pytest.mark.parametrize("nested", [False, True], ids=["as saved", "within a configuration"])
+def test_the_folder_of_a_model(nested: bool, tmp_path: Path) -> None:
+    """As `save_pretrained` writes it; of models that also see, what reads and writes text."""
+    seeing = {"model_type": "llava", "text_config": LLAMA_2_7B, "vision_config": {"hidden_size": 1024}}
+    (tmp_path / "config.json").write_text(json.dumps(seeing if nested else LLAMA_2_7B))
+    question, _ = asked(str(tmp_path), "--machine", "h100", "--trainable", "1%")
+    assert question.model.numel == 6_738_415_616
+    assert question.trained == pytest.approx(0.01 * 6_738_415_616, rel=1e-6)
+    assert ("text_config" in question.model.assumed) is nested
 
 
 @pytest.mark.parametrize(

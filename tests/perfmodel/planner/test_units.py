@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from perfmodel.planner.units import (
@@ -16,71 +19,50 @@ from perfmodel.planner.units import (
     parse_rate,
 )
 
-SIZES = {
-    "24GiB": 24 * 2**30,
-    "80 GB": 80 * 10**9,
-    "1.5TiB": 3 * 2**39,
-    "1tb": 10**12,
-    "3KB": 3000,
-    "7KiB": 7168,
-    "25769803776": 25769803776,
-    "10B": 10,
-    "1e9": 10**9,
+READ: dict[Callable[[str], Any], dict[str, Any]] = {
+    parse_bytes: {
+        "24GiB": 24 * 2**30, "80 GB": 80 * 10**9, "1.5TiB": 3 * 2**39, "1tb": 10**12, "3KB": 3000, "7KiB": 7168,
+        "25769803776": 25769803776, "10B": 10, "1e9": 10**9,
+    },
+    parse_rate: {
+        "400Gb": 50e9, "400 Gbit/s": 50e9, "400Gbps": 50e9, "50GB": 50e9, "1.5 TB/s": 1.5e12, "100Mb": 12.5e6,
+    },
+    parse_count: {"7e9": 7 * 10**9, "7B": 7 * 10**9, "350M": 350_000_000, "1.3b": 13 * 10**8, "64Mi": 64 * 2**20},
+    parse_memory: {
+        "24GB": Memory("24GB", 24 * 2**30, True),  # as data sheets write it
+        "0.5 tb": Memory("0.5 tb", 2**39, True),
+        "24GiB": Memory("24GiB", 24 * 2**30, False),
+        "24e9": Memory("24e9", 24 * 10**9, False),
+    },
+}  # fmt: skip
+REFUSED: dict[Callable[[str], Any], tuple[str, tuple[str, ...]]] = {
+    parse_bytes: ("a size", ("24GiBs", "GiB", "", "-1GiB", "0", "nan", "inf", "1e400", "24 G", "24,5GiB", "0.1B")),
+    parse_rate: (
+        "a bandwidth per second",
+        ("400", "400gb", "GB", "", "-1GB", "0Gb", "nan", "50GiB", "50GB/h", "1e99GB", "0.1Mb"),
+    ),
+    parse_count: ("a number", ("0", "-7e9", "seven", "7GB", "nan", "0.4")),
+    parse_memory: (r"a size such as 24GiB.*found '24GBs'", ("24GBs",)),
 }
-RATES = {"400Gb": 50e9, "400 Gbit/s": 50e9, "400Gbps": 50e9, "50GB": 50e9, "1.5 TB/s": 1.5e12, "100Mb": 12.5e6}
-NO_SIZES = ("24GiBs", "GiB", "", "-1GiB", "0", "nan", "inf", "1e400", "24 G", "24,5GiB", "0.1B")
-NO_RATES = ("400", "400gb", "GB", "", "-1GB", "0Gb", "nan", "50GiB", "50GB/h", "1e99GB", "0.1Mb")
+WRITTEN: dict[Callable[[float], str], dict[float, str]] = {
+    format_bytes: {0: "0 B", 1024: "1.0 KiB", 2**20: "1.0 MiB", 1.5 * 2**30: "1.5 GiB", 2**40: "1.0 TiB"},
+    format_rate: {50e9: "50 GB/s", 12.5e6: "12.5 MB/s", 999.9e6: "1 GB/s", 2.5e12: "2.5 TB/s"},
+    format_count: {999: "999", 6.738e9: "6.74B", 124_439_808: "124M"},
+    format_seconds: {
+        0.0: "0 s", 1.8: "1.80 s", 0.0456: "45.6 ms", 3e-6: "3.00 us", 1234.0: "1,234 s", 0.919: "919 ms",
+    },
+}  # fmt: skip
 
 
-def test_sizes_and_bandwidths() -> None:
-    assert {text: parse_bytes(text) for text in SIZES} == SIZES
-    assert {text: parse_rate(text) for text in RATES} == pytest.approx(RATES)
-    assert [format_rate(r) for r in (50e9, 12.5e6, 999.9e6, 2.5e12)] == ["50 GB/s", "12.5 MB/s", "1 GB/s", "2.5 TB/s"]
+@pytest.mark.parametrize("parse", READ, ids=lambda parse: parse.__name__)
+def test_quantities_are_read_and_anything_else_is_refused(parse: Callable[[str], Any]) -> None:
+    assert {text: parse(text) for text in READ[parse]} == READ[parse]
+    expected, texts = REFUSED[parse]
+    for text in texts:
+        with pytest.raises(ValueError, match=f"expected {expected}"):
+            parse(text)
 
 
-@pytest.mark.parametrize("text", NO_SIZES)
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a size"):
-        parse_bytes(text)
-
-
-@pytest.mark.parametrize("text", NO_RATES)
-def test_what_is_no_bandwidth(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a bandwidth per second"):
-        parse_rate(text)
-
-
-def test_memory_as_data_sheets_write_it() -> None:
-    for text, nbytes, nominal in (
-        ("24GB", 24 * 2**30, True),
-        ("0.5 tb", 2**39, True),
-        ("24GiB", 24 * 2**30, False),
-        ("24e9", 24 * 10**9, False),
-    ):
-        assert parse_memory(text) == Memory(text, nbytes, nominal)
-    with pytest.raises(ValueError, match=r"expected a size such as 24GiB.*found '24GBs'"):
-        parse_memory("24GBs")
-
-
-def test_counts_and_how_figures_are_written() -> None:
-    assert [parse_count(t) for t in ("7e9", "7B", "350M", "1.3b", "12", "64Mi")] == [
-        7 * 10**9,
-        7 * 10**9,
-        350_000_000,
-        13 * 10**8,
-        12,
-        64 * 2**20,
-    ]
-    for text in ("0", "-7e9", "seven", "7GB", "nan", "0.4"):
-        with pytest.raises(ValueError, match="expected a number"):
-            parse_count(text)
-    assert [format_bytes(n) for n in (0, 1024, 2**20, 1.5 * 2**30, 2**40)] == [
-        "0 B",
-        "1.0 KiB",
-        "1.0 MiB",
-        "1.5 GiB",
-        "1.0 TiB",
-    ]
-    assert [format_count(n) for n in (999, 6.738e9, 124_439_808)] == ["999", "6.74B", "124M"]
-    found = [format_seconds(s) for s in (0.0, 1.8, 0.0456, 3e-6, 1234.0, 0.919)]
-    assert found == ["0 s", "1.80 s", "45.6 ms", "3.00 us", "1,234 s", "919 ms"]
+@pytest.mark.parametrize("write", WRITTEN, ids=lambda write: write.__name__)
+def test_quantities_are_written(write: Callable[[float], str]) -> None:
+    assert {value: write(value) for value in WRITTEN[write]} == WRITTEN[write]

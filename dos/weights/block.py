@@ -1,0 +1,153 @@
+"""One block's weights: at home on the host, and in device memory while the block computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dos.devices import Caller, Copy, Device, Job
+from dos.state.arena import aligned
+from dos.torch_internals.module_parameters import exchange
+from dos.torch_internals.tensors import storage_address, version_counter
+from dos.weights.blocks import Member
+from perfmodel import Op
+
+
+class Block:
+    """The parameters that belong to one block alone.
+
+    A *home* is a parameter as user code knows it. While the block computes its modules have *copies* instead,
+    parameters of our own on the device, whose gradients backward writes. All copies lie in one storage, which is
+    emptied when the block has computed and filled again when it is needed: views that autograd has saved of them are
+    then valid again.
+
+    number: its place among the blocks. numel, nbytes: of its weights; the latter in device memory.
+    streams: whether its homes are on the host; else they share the memory of the copies, for good.
+    filled: whether the copies have values, or these are on their way. running: how many of its forwards run.
+    touched: whether the backward that runs has used it.
+    """
+
+    # Device memory of one block: `fetch` gives it memory and starts the copy, `join` orders the caller behind that,
+    # `free` empties it. The copies keep the same storage and the same counters of writes all the time.
+    def __init__(self, number: int, members: Sequence[Member], device: Device) -> None:
+        self.number = number
+        self.members = members
+        self.streams = True
+        self.filled = self.touched = False
+        self.running = 0
+        self._device = device
+        self._job: Job | None = None
+        """The copy that fills it, until each queue that uses it has joined that."""
+        self._joined: set[Caller] = set()
+        self._versions: list[int] = []
+        self._queue: Caller = None
+        sizes = [member.parameter.nbytes for member in members]
+        self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
+        self.nbytes = sum(map(aligned, sizes))
+        self.numel = sum(member.parameter.numel() for member in members)
+        self.copies: list[nn.Parameter] = []
+
+    def make_copies(self, like: torch.device) -> None:
+        """Make the copies, without memory. like: of the device that has them."""
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=like)
+        self._buffer = buffer
+        for member, start in zip(self.members, self._starts, strict=True):
+            home = member.parameter.detach()
+            # Not a view: each has a counter of writes of its own, which filling the buffer does not raise.
+            copy = torch.empty(0, dtype=home.dtype, device=like)
+            copy.set_(buffer.untyped_storage(), start // home.itemsize, home.size(), home.stride())
+            self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
+        buffer.untyped_storage().resize_(0)
+
+    @property
+    def storage(self) -> int:
+        """The address of the copies' storage."""
+        return storage_address(self._buffer.untyped_storage())
+
+    def fetch(self, after: Sequence[Job]) -> Job:
+        """Give the copies memory and start to fill it from the homes. Raises torch.OutOfMemoryError.
+
+        after: the jobs after which the homes have the newest values.
+        """
+        self._device.refill(self._buffer)
+        self._queue, self.filled = self._device.owner, True
+        # The memory may be what the caller's queue used until now.
+        job = self._device.copy(
+            Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after)
+        )
+        self._job = job
+        self._versions = self._now()
+        return job
+
+    def _now(self) -> list[int]:
+        return [version_counter(member.parameter) for member in self.members]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a home was written to since the copies were filled."""
+        return self._versions != self._now()
+
+    def copies_down(self) -> list[Copy]:
+        """The copies that fill the device's memory from the homes."""
+        return [(part, home) for home, part in zip(self._homes(), self._parts(), strict=True)]
+
+    def copies_up(self) -> list[Copy]:
+        """The copies that bring what is there home."""
+        return [(home, part) for home, part in zip(self._homes(), self._parts(), strict=True)]
+
+    def _homes(self) -> list[Tensor]:
+        return [flat_bytes(member.parameter) for member in self.members]
+
+    def _parts(self) -> list[Tensor]:
+        return [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
+
+    @property
+    def joined(self) -> bool:
+        """Whether the caller's queue is ordered behind the copy that fills it."""
+        return self._device.caller() in self._joined
+
+    def join(self) -> None:
+        """Order the caller's queue behind that copy."""
+        here = self._device.caller()
+        if here in self._joined:
+            return
+        if self._job is not None:
+            self._device.join(self._job)  # the caller reads what the copy writes
+        if here != self._queue:
+            # The allocator knows only the queue that the memory was taken for, whose next work would get it while this
+            # one still reads it.
+            self._device.keep(self._buffer)
+        self._joined.add(here)
+
+    def free(self) -> None:
+        """Empty the copies, behind what the caller has queued."""
+        if not self.filled:
+            return
+        if self._job is not None and not self._joined:
+            self._device.join(self._job)  # nobody has: the copy would write to memory that is given away
+        self.filled = self.touched = False
+        self._job, self._joined = None, set()
+        self._device.empty(self._buffer)
+
+    def use_copies(self) -> None:
+        """Let the block's modules have the copies."""
+        for member, copy in zip(self.members, self.copies, strict=True):
+            if copy.requires_grad != member.parameter.requires_grad:
+                copy.requires_grad_(member.parameter.requires_grad)
+            for module, name in member.places:
+                exchange(module, name, copy)
+
+    def use_homes(self) -> None:
+        """Let the block's modules have the homes."""
+        for member in self.members:
+            for module, name in member.places:
+                exchange(module, name, member.parameter)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A 1-D uint8 view of a dense tensor's memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start = tensor.storage_offset() * tensor.itemsize
+    return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))

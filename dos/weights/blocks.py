@@ -1,0 +1,162 @@
+"""Which modules of a model are its blocks, and which parameters belong to one block alone."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from dos.sharding.local import is_sharded
+from dos.state.record import is_dense
+from dos.torch_internals.modes import is_compiled
+from dos.torch_internals.module_parameters import own_parameters
+
+Amount = int | float | Literal["auto"]
+"""How many blocks stay on the device: a number, a share (a float), or as the plan says."""
+
+
+@dataclass
+class Member:
+    """A parameter of a block, and the modules that have it, each with its name there.
+
+    trained: whether an optimizer updates it.
+    where: these, known weakly: a model's hooks have its blocks, and it should go without the garbage collector.
+    """
+
+    parameter: Tensor
+    trained: bool = False
+    where: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
+
+    def add(self, module: nn.Module, name: str) -> None:
+        """A module has it under this name."""
+        self.where.append((weakref.ref(module), name))
+
+    @property
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that have it, and its name in each."""
+        found = ((reference(), name) for reference, name in self.where)
+        return ((module, name) for module, name in found if module is not None)
+
+
+def checked_weights(value: object) -> Amount | None:
+    """How many blocks stay: a number as an int, a share from 0 to 1 as a float, "auto", or None.
+
+    Raises TypeError or ValueError for anything else.
+    """
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"weights must be the number of blocks that stay on the device, a share of them as a float, 'auto' or "
+            f"None, found {value!r}"
+        )
+    if not value >= 0 or (isinstance(value, float) and value > 1):
+        raise ValueError(f"weights must be 0 or more blocks as an int, or a share from 0 to 1, found {value}")
+    return value
+
+
+def staying(amount: Amount, count: int) -> int:
+    """How many of so many blocks stay; none at first where the plan says."""
+    if amount == "auto":
+        return 0
+    return min(count, math.floor(amount * count) if isinstance(amount, float) else amount)
+
+
+def spread(count: int, staying: int) -> frozenset[int]:
+    """Which of `count` blocks stay: evenly spread, so that the transfers of the others have compute between them."""
+    return frozenset((2 * i + 1) * count // (2 * staying) for i in range(staying))
+
+
+def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn.Module]:
+    """The modules whose weights move one after another.
+
+    blocks: as the user names them; None: the longest ModuleList of modules of one type.
+    Raises TypeError for what are no modules, ValueError if there are none, or some are not of the model.
+    """
+    if blocks is None:
+        lists = [
+            list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(each) for each in m}) == 1
+        ]
+        found = max(lists, key=len, default=[])
+        if not found:
+            raise ValueError(
+                f"weights= moves a model block by block, and {type(model).__name__} has no ModuleList of modules of "
+                "one type; name them: optimizer.attach(model, weights=..., blocks=[model.first, model.second])"
+            )
+        return found
+    found = list(dict.fromkeys(blocks))
+    wrong = [each for each in found if not isinstance(each, nn.Module)]
+    if wrong:
+        raise TypeError(
+            f"blocks must be modules, found {type(wrong[0]).__name__}; pass model.layers, or a list of modules"
+        )
+    known = set(model.modules())
+    foreign = [each for each in found if each not in known or each is model]
+    if not found or foreign:
+        name = type(foreign[0]).__name__ if foreign else "none"
+        raise ValueError(
+            f"blocks must be modules within the model, found {name}; pass model.layers, or a list of modules"
+        )
+    inner = {m for each in found for m in each.modules() if m is not each}
+    nested = [each for each in found if each in inner]
+    if nested:
+        raise ValueError(f"a block must not be part of another one, found {type(nested[0]).__name__} within another")
+    return found
+
+
+def check_streamable(model: nn.Module, parameters: Collection[Tensor]) -> None:
+    """Raise ValueError for a model whose weights cannot stream, with the way."""
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "weights= is for one process, found DistributedDataParallel; on several GPUs use FSDP2 with "
+            "CPUOffloadPolicy (docs/many-gpus.md)"
+        )
+    if any(map(is_sharded, [*parameters, *model.parameters()])):
+        raise ValueError(
+            "weights= is for whole parameters, found DTensors; FSDP2 moves its shards itself with CPUOffloadPolicy "
+            "(docs/many-gpus.md)"
+        )
+    if is_compiled(model):
+        raise ValueError(
+            "weights= cannot reach into a model that is compiled as a whole; compile its blocks instead: "
+            "for block in model.layers: block.compile()"
+        )
+    if any(is_lazy(p) for p in model.parameters()):
+        raise ValueError("the model has uninitialised parameters; run a forward on the host before attach(weights=...)")
+
+
+def members_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Member]]:
+    """The parameters of each block: those that no module outside of it has, and whose memory can be exchanged."""
+    inside = defaultdict[nn.Module, set[int]](set)
+    for number, block in enumerate(blocks):
+        for module in block.modules():
+            inside[module].add(number)
+    owners = defaultdict[int, set[int]](set)
+    outside = {-1}
+    found: list[dict[int, Member]] = [{} for _ in blocks]
+    for module in model.modules():
+        for name, parameter in own_parameters(module).items():
+            if parameter is None:
+                continue
+            numbers = inside.get(module, outside)
+            owners[id(parameter)] |= numbers
+            for number in numbers - outside:
+                found[number].setdefault(id(parameter), Member(parameter)).add(module, name)
+    return [
+        [member for key, member in mine.items() if len(owners[key]) == 1 and _can_stream(member.parameter)]
+        for mine in found
+    ]
+
+
+def _can_stream(parameter: Tensor) -> bool:
+    """Whether its values can lie anywhere: not if it is of a class of its own, or has gaps in its memory."""
+    return type(parameter) is nn.Parameter and is_dense(parameter) and not parameter.is_neg() and parameter.numel() > 0

@@ -1,0 +1,211 @@
+"""Moves a model into its homes on the host, block by block, and blocks between there and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dos.devices import Device
+from dos.machine.host_memory import check_host_memory
+from dos.parameters.registry import Registry
+from dos.state.arena import aligned
+from dos.state.host_tensor import HostTensor
+from dos.state.record import ParameterRecord
+from dos.torch_internals.module_parameters import move_buffers, parameters_of
+from dos.weights.block import Block
+from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
+from dos.weights.stream import WeightStream, stream_of
+from perfmodel.workload import BlockLoad
+
+Group = dict[str, Any]
+
+
+class WeightHomes:
+    """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones beside.
+
+    stream: moves the weights of those that stream.
+    """
+
+    stream: WeightStream
+
+    def __init__(self, device: Device, registry: Registry, amount: Amount) -> None:
+        """amount: how many blocks stay."""
+        self._device = device
+        self._registry = registry
+        self._amount = amount
+        self._frozen: dict[Block, HostTensor] = {}
+
+    def move_in(
+        self,
+        model: nn.Module,
+        modules: Iterable[nn.Module] | None,
+        groups: Sequence[Group],
+        watcher: Any,
+        lock: Any,
+    ) -> None:
+        """Move each block to its home, or to the device for good, and everything else there. Nothing is in flight.
+
+        modules: the blocks; None: found. watcher, lock: see WeightStream.
+        Raises ValueError or TypeError, with nothing changed, for a model whose weights cannot stream.
+        """
+        check_streamable(model, [p for group in groups for p in group["params"]])
+        found = find_blocks(model, modules)
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        before = stream_of(model)
+        members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
+        self._check(members.values(), group_of)
+        if before is not None:
+            before.detach()
+        stays = spread(len(members), staying(self._amount, len(members)))
+        streamed = {id(m.parameter) for each in members.values() for m in each}
+        self._move_rest(model, streamed)
+        self._registry.devices.streamed |= streamed & group_of.keys()
+        self._registry.expected = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
+        blocks = {}
+        for number, (module, mine) in enumerate(members.items()):
+            blocks[module] = self._make(number, mine, group_of, streams=number not in stays)
+        self.stream = WeightStream(self._device, model, blocks, watcher, lock)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights of all blocks."""
+        return sum(block.nbytes for block in self.stream.blocks)
+
+    def workload(self) -> dict[str, Any]:
+        """The fields of a workload that describe the blocks, in the order in which forward uses them."""
+        ordered = self._ordered()
+        count = None if self._amount == "auto" else sum(not block.streams for block, _ in ordered)
+        limits = {} if count is None else {"blocks_least": count, "blocks_most": count}
+        return {"blocks": tuple(load for _, load in ordered), **limits}
+
+    def _ordered(self) -> list[tuple[Block, BlockLoad]]:
+        """Blocks with their subgroups, those that are frozen before the next that is not."""
+        index, found, start = self._registry.index, list[tuple[Block, BlockLoad]](), 0
+        for block in self.stream.blocks:
+            places = [index[s] for s in self._registry.subgroups_of(m.parameter for m in block.members)]
+            first, start = min(places, default=start), max(places, default=start - 1) + 1
+            found.append((block, BlockLoad(block.nbytes, first, start)))
+        return sorted(found, key=lambda each: each[1][1:])
+
+    def staying(self) -> frozenset[int]:
+        """The blocks that stay now, by their places in `workload`."""
+        return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)
+
+    def follow(self, staying: Collection[int]) -> bool:
+        """Move blocks so that these stay, by their places in `workload`; those that leave the device go first.
+
+        Nothing is in flight. Returns False if the device had no memory for some.
+        """
+        ordered = self._ordered()
+        for i, (block, _) in enumerate(ordered):
+            if i not in staying:
+                self.move(block, streams=True)
+        try:
+            for i in staying:
+                self.move(ordered[i][0], streams=False)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _check(self, members: Iterable[Sequence[Member]], group_of: dict[int, Group]) -> None:
+        nbytes = 0
+        for member in (m for each in members for m in each):
+            p, record = member.parameter, self._registry.record(member.parameter)
+            nbytes += p.nbytes
+            if p.requires_grad and id(p) not in group_of:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} in a block requires gradients and is not the optimizer's; "
+                    "build the optimizer from model.parameters(), or freeze it with requires_grad_(False)"
+                )
+            if record is not None and not record.arena.weights:
+                raise RuntimeError(
+                    "the optimizer has state for parameters of the blocks already, found one of shape "
+                    f"{tuple(p.shape)}; call attach(model, weights=...) before the first backward, or save "
+                    "optimizer.state_dict(), build a new optimizer, attach the model and load it there"
+                )
+        check_host_memory(nbytes)
+
+    def _move_rest(self, model: nn.Module, streamed: Collection[int]) -> None:
+        """Move what is of no block, and all buffers, to the device."""
+        there = getattr(self._device, "torch_device", torch.device("cpu"))
+        for parameter in parameters_of(model):
+            if id(parameter) in streamed:
+                continue
+            if parameter.device != there:
+                parameter.data = parameter.data.to(there)
+            self._device.count(parameter)
+        move_buffers(model, there)
+
+    def _make(self, number: int, members: Sequence[Member], group_of: dict[int, Group], *, streams: bool) -> Block:
+        """Enrol a block's trained parameters, and move all of them."""
+        registry = self._registry
+        trained = [m.parameter for m in members if m.parameter.requires_grad]
+        registry.enrol([(p, group_of[id(p)]) for p in trained])
+        block = Block(number, members, self._device)
+        block.make_copies(getattr(self._device, "torch_device", torch.device("cpu")))
+        for member, copy in zip(members, block.copies, strict=True):
+            record = registry.record(member.parameter)
+            if record is not None and member.parameter.requires_grad:
+                member.trained, record.leaf = True, copy
+                registry.watching.watch_at(member.parameter, copy)
+        block.streams = not streams  # until it is moved
+        self.move(block, streams=streams)
+        return block
+
+    def move(self, block: Block, *, streams: bool) -> None:
+        """Move a block's weights home, or to the device for good, from wherever they are. Blocks.
+
+        Raises MemoryError or torch.OutOfMemoryError, with nothing moved, where there is no room.
+        """
+        if block.streams == streams:
+            return
+        records = [r for r in (self._registry.record(m.parameter) for m in block.members) if r is not None]
+        written = [record.changed() for record in records]
+        if streams:
+            self._move_home(block, records)
+        else:
+            self._move_to_device(block)
+        block.streams = streams
+        for arena in {record.arena for record in records}:
+            arena.streams = streams
+        for record, each in zip(records, written, strict=True):
+            record.relocate(written=each)
+            self._registry.forget_batches(record)
+        for subgroup in self._registry.subgroups_of(record.parameter for record in records):
+            # The host's staging has what has just been there, or nothing that is new.
+            subgroup.newest.clear()
+            if not streams and subgroup.arena.weights_at_home().has(subgroup.start, subgroup.stop):
+                subgroup.newest.update(subgroup.pieces)
+
+    def _move_home(self, block: Block, records: Sequence[ParameterRecord]) -> None:
+        store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]
+        subgroups = self._registry.subgroups_of(record.parameter for record in records)
+        store.make([(subgroup.arena.weights_at_home(), subgroup) for subgroup in subgroups])
+        if frozen and block not in self._frozen:
+            nbytes = sum(aligned(p.nbytes) for p in frozen)
+            room = HostTensor(nbytes, torch.uint8, self._device, nbytes)
+            store.hold(room)
+            self._frozen[block] = room
+        places = {id(r.parameter): r.shaped(r.arena.weights_at_home().tensor[r.offset :][: r.numel]) for r in records}
+        start = 0
+        for p in frozen:
+            flat = self._frozen[block].tensor[start : start + p.nbytes].view(p.dtype)
+            places[id(p)] = flat.as_strided(p.size(), p.stride())
+            start += aligned(p.nbytes)
+        for member in block.members:
+            home = places[id(member.parameter)]
+            home.copy_(member.parameter.detach())
+            member.parameter.data = home
+        block.free()
+
+    def _move_to_device(self, block: Block) -> None:
+        block.fetch(()).wait()
+        block.join()
+        for member, copy in zip(block.members, block.copies, strict=True):
+            member.parameter.data = copy.data
+
+    def _is_frozen(self, parameter: Tensor) -> bool:
+        return self._registry.record(parameter) is None

@@ -1,0 +1,210 @@
+"""Weights that stream beside weights that stay, batch by batch, in equal memory.
+
+    python -m experiments.weights [--json]
+
+Trains a small GPT on the emulated accelerator with the proportions of an RTX 4090 desktop: the weights take two thirds
+of the device, as those of 8B do of 24 GB. "stay" is the default policy with all weights on the device, "stream" has no
+block's weights there but while it computes, "auto" as many as the plan says; saved tensors move as planned in all.
+A block computes for as long as its batch asks, in forward and twice that in backward; who waits for weights waits
+besides. Batches grow until no row fits any more.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Job
+from experiments.command import Parser, table_of
+from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.miniature import equal_subgroups, slowed
+from perfmodel.format import SPLIT
+from perfmodel.hardware import HardwareProfile
+
+CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
+DTYPE = torch.bfloat16
+BATCHES = (1, 2, 4, 8, 12)
+"""Sequences."""
+FORWARD_S = 0.05
+"""Seconds of forward for a sequence; backward takes twice as long."""
+UPDATE_S = 0.5
+"""Seconds of an update of everything on the CPU."""
+WEIGHTS_SHARE = 2 / 3
+"""Of the device, that all weights take. Written down before anything was measured, as the figures above."""
+BLOCK = 4
+"""Iterations of one run before the next has its turn; the first does not count."""
+WARM_UP = 3
+"""Turns that do not count: plans settle."""
+WAYS: dict[str, Any] = {"stay": None, "stream": 0, "auto": "auto"}
+"""By the name of the row: `weights` of `DOSAdam.attach`."""
+MOST_OF_BEST, MOST_OF_BOUND, LEAST_GAIN = 1.03, 1.10, 1.3
+
+
+class Waiting(EmulatedDevice):
+    """Counts for how long the caller has waited for transfers."""
+
+    waited_s = 0.0
+
+    def join(self, job: Job) -> None:
+        self.waited_s += timed(lambda: super(Waiting, self).join(job))
+
+
+class Paced(nn.Module):
+    """A block that computes for so many seconds in forward, and twice that in backward, beside waits for transfers."""
+
+    def __init__(self, block: nn.Module, device: Waiting, seconds: float) -> None:
+        super().__init__()
+        self.block = block
+        self.seconds = seconds
+        self._device = device
+        self._began = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        began = time.perf_counter()
+        out: Tensor = self.block(x)
+        if x.requires_grad:
+            x.register_hook(self._ended)
+        if out.requires_grad:
+            out.register_hook(self._begins)
+        _sleep_until(began + self.seconds)
+        return out
+
+    def _begins(self, _: Tensor) -> None:
+        self._began = time.perf_counter() - self._device.waited_s
+
+    def _ended(self, _: Tensor) -> None:
+        _sleep_until(self._began + self._device.waited_s + 2 * self.seconds)
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+class Run:
+    """Training one batch in one way, on a device of its own."""
+
+    def __init__(self, profile: HardwareProfile, capacity: int, way: str, batch: int, forward_s: float) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(CONFIG, dtype=DTYPE)
+        weights = WAYS[way]
+        occupied = sum(p.nbytes for p in self.model.parameters()) if weights is None else 0
+        self.device = Waiting(profile, capacity, occupied)
+        each_s = batch * forward_s / len(self.model.blocks)
+        self.model.blocks = nn.ModuleList(Paced(block, self.device, each_s) for block in self.model.blocks)
+        self.optimizer = DOSAdam(self.model.parameters(), device=self.device, offload_gradients=True)
+        self.optimizer.attach(self.model, activations="auto", weights=weights)
+
+    def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
+        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end."""
+        first, *others = batches
+        self._train([first])
+        seconds = timed(lambda: self._train(others)) / len(others)
+        self.optimizer.synchronize()
+        return seconds
+
+    def _train(self, batches: Sequence[Sequence[Tensor]]) -> None:
+        for batch in batches:
+            self.model(*(tensor.clone() for tensor in batch)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def fits(profile: HardwareProfile, capacity: int, way: str, batch: int) -> bool:
+    """Whether a few iterations run without running out of memory."""
+    run = Run(profile, capacity, way, batch, forward_s=0.0)
+    try:
+        run.iterate(_batches(batch, 1)[:BLOCK])
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        del run
+        gc.collect()
+    return True
+
+
+def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
+    return Corpus(standard_library(), CONFIG.context).batches(BLOCK * turns, batch, seed=0)
+
+
+def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[dict[str, Any]]:
+    """All rows that fit. In each round the ways take turns, a few iterations each."""
+    numel = GPT(CONFIG, dtype=DTYPE).numel
+    profile = slowed(
+        HardwareProfile.builtin("rtx_4090_desktop"), equal_subgroups(numel, numel // 48, state=SPLIT), UPDATE_S
+    )
+    capacity = int(numel * DTYPE.itemsize / WEIGHTS_SHARE)
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        ways = [way for way in WAYS if fits(profile, capacity, way, batch)]
+        runs = {way: Run(profile, capacity, way, batch, FORWARD_S) for way in ways}
+        on_progress(f"batch {batch}")
+        data = _batches(batch, WARM_UP + rounds)
+        turns = [data[first : first + BLOCK] for first in range(0, len(data), BLOCK)]
+        seconds = take_turns({way: run.iterate for way, run in runs.items()}, turns, warm_up=WARM_UP)
+        first: list[Tensor] = []
+        for way, run in runs.items():
+            bits = bits_of(run.model, run.optimizer)
+            first = first or bits
+            found = run.optimizer.metrics()
+            iteration = statistics.median(seconds[way])
+            rows.append(
+                {
+                    "weights": way,
+                    "batch": batch,
+                    "iteration_s": iteration,
+                    "tokens_per_s": batch * CONFIG.context / iteration,
+                    "bound_s": 3 * FORWARD_S * batch + found["bound_s"],
+                    "peak_bytes": run.device.peak_bytes,
+                    "capacity": capacity,
+                    "blocks_on_device": found.get("blocks_on_device"),
+                    "bits_equal": all_equal(first, bits),
+                }
+            )
+    return rows
+
+
+def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
+    """What the rows have to show."""
+    found = []
+    best: dict[str, float] = {}
+    for row in rows:
+        way, batch = row["weights"], row["batch"]
+        best[way] = max(best.get(way, 0.0), row["tokens_per_s"])
+        found.append(Limit.at_most(f"{way} at {batch}: over capacity", row["peak_bytes"] / row["capacity"], 1.0))
+        found.append(Limit.at_least(f"{way} at {batch}: other bits", float(row["bits_equal"]), 1.0))
+        others = [r["iteration_s"] for r in rows if r["batch"] == batch and r["weights"] != "auto"]
+        if way == "auto" and others:
+            over = row["iteration_s"] / min(others)
+            found.append(Limit.at_most(f"auto at {batch}: slower than the best", over, MOST_OF_BEST))
+        if way == "stream":
+            over = row["iteration_s"] / row["bound_s"]
+            found.append(Limit.at_most(f"stream at {batch}: above its bound", over, MOST_OF_BOUND))
+    if {"stay", "stream"} <= best.keys():
+        found.append(Limit.at_least("stream gains too little", best["stream"] / best["stay"], LEAST_GAIN))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print; the last line is one JSON object with --json."""
+    parser = Parser("weights", __doc__)
+    parser.add_json()
+    parser.add_count("rounds", 5, "of all ways in turn")
+    parser.add_count("largest", BATCHES[-1], "batch, in sequences")
+    arguments = parser.parse_args(argv)
+    with measuring(arguments.json) as (console, progress):
+        rows = measure(arguments.rounds, [b for b in BATCHES if b <= arguments.largest], progress)
+    console.print(table_of("Seconds of an iteration on the emulated accelerator", rows, left=1))
+    return finish({"rows": rows}, console, arguments.json, limits(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What `dos/torch_internals/module_parameters.py` assumes of modules: fails when torch changes it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from dos.torch_internals.module_parameters import (
+    exchange,
+    let_move,
+    move_buffers,
+    own_parameters,
+    parameters_of,
+    refuse_to_move,
+    tensors_in,
+    unwatch_parameters,
+    watch_parameters,
+)
+
+CHANGED = "torch has changed how modules keep or move their parameters"
+
+
+def test_all_ways_to_a_parameter_are_seen() -> None:
+    module, asked = nn.Linear(2, 2), []
+    watch_parameters(module, lambda: asked.append(1))
+    ways = (
+        lambda: module.weight,
+        lambda: list(module.parameters()),
+        lambda: module.state_dict(),
+        lambda: module.load_state_dict(module.state_dict()),
+        lambda: copy.deepcopy(module),
+        lambda: module.register_parameter("other", nn.Parameter(torch.zeros(2))) or module.other,
+    )
+    for way in ways:
+        asked.clear()
+        way()
+        assert asked, CHANGED
+    asked.clear()
+    assert [*own_parameters(module)] == ["weight", "bias", "other"]
+    assert len(parameters_of(nn.Sequential(module, module))) == 3
+    assert not asked
+    assert type(vars(copy.deepcopy(module))["_parameters"]) is dict
+    assert type(vars(pickle.loads(pickle.dumps(copy.deepcopy(module))))["_parameters"]) is dict
+    unwatch_parameters(module)
+    asked.clear()
+    assert module.weight is own_parameters(module)["weight"]
+    assert not asked
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.GRU(3, 3)])
+def test_an_exchanged_parameter_is_the_one_that_the_module_uses(module: nn.Module) -> None:
+    name = next(iter(own_parameters(module)))
+    exchange(module, name, nn.Parameter(torch.full_like(own_parameters(module)[name], torch.nan)))
+    found = module(torch.ones(2, 3))
+    assert torch.isnan(found if isinstance(found, torch.Tensor) else found[0]).any(), CHANGED
+
+
+def test_a_module_that_refuses_to_move_has_copies_that_move() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    def refuse() -> None:
+        raise RuntimeError("stays")
+
+    refuse_to_move(model, refuse)
+    for move in (model.half, model.cpu, lambda: model.to(torch.float64)):
+        with pytest.raises(RuntimeError, match="stays"):
+            move()
+    assert all(p.dtype is torch.float32 for p in model.parameters()), CHANGED
+    assert copy.deepcopy(model).half()[0].weight.dtype is torch.float16
+    move_buffers(model, torch.device("meta"))
+    assert all(b.is_meta for b in model.buffers())
+    assert not any(p.is_meta for p in model.parameters())
+    let_move(model)
+    assert model.half()[0].weight.dtype is torch.float16
+
+
+def test_tensors_in_nested_arguments() -> None:
+    one, other = torch.zeros(1), torch.zeros(2)
+    assert [len(t) for t in tensors_in(((one, 3), {"x": [other, None]}))] == [1, 2]

@@ -1,0 +1,313 @@
+"""Where weights are, who may read them when, and what their memory is."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import Copy, Job
+from perfmodel import Op
+from tests.support.blocks import inputs, loss, net, start, train
+from tests.support.training import FAST, bits
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def parameters(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+READERS: dict[str, Callable[[Any], list[Tensor]]] = {
+    "parameters": parameters,
+    "attribute": lambda model: [block.both.weight.detach().clone() for block in model.blocks],
+    "state_dict": lambda model: [t.clone() for t in model.state_dict().values()],
+    "deepcopy": lambda model: parameters(copy.deepcopy(model)),
+    "pickle": lambda model: parameters(pickle.loads(pickle.dumps(copy.deepcopy(model.blocks)))),
+    "average": lambda model: parameters(torch.optim.swa_utils.AveragedModel(model)),
+}
+
+
+class Late(EmulatedDevice):
+    """Updates take a while."""
+
+    def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
+        time.sleep(0.01)
+        return super().host_update(numel, traffic, *state_format)
+
+    def launch(self, subgroup: int, update: Callable[[], None], *others: Any) -> Job:
+        return super().launch(subgroup, lambda: (time.sleep(0.01), update())[1], *others)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("policy", ["cpu", "stride:1"])
+def test_weights_read_right_after_a_step_are_those_that_it_makes(reader: str, policy: str) -> None:
+    """The update has hardly begun when step() returns."""
+
+    def read(weights: Any) -> list[bytes]:
+        model, found = net(), []
+        optimizer = start(model, weights, device=Late(FAST, 10**8), policy=policy)
+        for step in range(2):
+            train(model, optimizer, 1, first=step)
+            if weights is None:
+                optimizer.synchronize()
+            found += READERS[reader](model)
+        return bits(found)
+
+    assert read(0) == read(None)
+
+
+def test_a_copy_of_the_model_is_an_ordinary_one() -> None:
+    model = net()
+    start(model, 0)
+    other = copy.deepcopy(model)
+    other.half()
+    other.float()
+    other(inputs(0, other)).sum().backward()
+    assert all(p.grad is not None for p in other.parameters())
+    assert type(vars(other.blocks[0].both)["_parameters"]) is dict
+
+
+MOVES: Sequence[Callable[[nn.Module], object]] = (
+    lambda model: model.to(torch.float32),
+    lambda model: model.half(),
+    lambda model: model.cpu(),
+    lambda model: model.to("meta"),
+)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_model_whose_weights_stream_is_not_moved(move: Callable[[nn.Module], object]) -> None:
+    model = net()
+    optimizer = start(model, 0)
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match="stream between host and device, so it cannot be moved or converted"):
+        move(model)
+    assert bits(model.parameters()) == before
+    train(model, optimizer, 1)
+
+
+def test_weights_that_user_code_writes_between_micro_batches_are_fetched_anew() -> None:
+    def written(weights: Any) -> list[bytes]:
+        model = net()
+        optimizer = start(model, weights)
+        loss(model, 0).backward()
+        with torch.no_grad():
+            model.blocks[0].both.weight.mul_(0.5)
+        loss(model, 1).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        return bits(model.parameters())
+
+    assert written(0) == written(None)
+
+
+def test_exchanged_parameters_are_refused() -> None:
+    model = net()
+    start(model, 0)
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="is another parameter than when its weights began to stream"):
+        model(inputs(0, model))
+
+
+def test_parameters_that_are_unfrozen_later_are_refused() -> None:
+    model = net()
+    model.blocks[2].out.requires_grad_(False)
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    model.blocks[2].out.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="requires gradients, and did not when its weights began to stream"):
+        model(inputs(0, model))
+    optimizer.attach(model, weights=0)
+    before = model.blocks[2].out.weight.detach().clone()
+    train(model, optimizer, 1)
+    assert not torch.equal(model.blocks[2].out.weight, before)
+
+
+class Watched(EmulatedDevice):
+    """Notes how many blocks have memory at a time, and how much all do."""
+
+    def __init__(self, capacity: int = 10**8) -> None:
+        super().__init__(FAST, capacity)
+        self.filled: set[int] = set()
+        self.most = 0
+        self.fetched: list[int] = []
+
+    def refill(self, buffer: Tensor) -> None:
+        super().refill(buffer)
+        self.filled.add(id(buffer))
+        self.most = max(self.most, len(self.filled))
+
+    def empty(self, buffer: Tensor) -> None:
+        super().empty(buffer)
+        self.filled.discard(id(buffer))
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        if op is Op.WEIGHTS:
+            self.fetched.append(subgroup)
+        return super().copy(op, subgroup, copies, after)
+
+
+def test_two_blocks_are_on_the_device_at_a_time_and_the_next_one_comes_while_one_computes() -> None:
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
+    train(model, optimizer, 2, micro_batches=1)
+    assert device.most == 2
+    assert not device.filled
+    assert device.fetched == 2 * [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]  # the last two stay for backward
+    device.fetched.clear()
+    train(model, optimizer, 1, micro_batches=2)
+    assert device.fetched == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]  # and the first two for forward
+
+
+def test_frozen_blocks_are_freed_as_others_are() -> None:
+    model, device = net(), Watched()
+    for block in list(model.blocks)[1:5]:
+        block.requires_grad_(False)
+    train(model, start(model, 0, device=device), 2)
+    assert device.most == 2
+
+
+def test_device_memory_of_weights_is_counted() -> None:
+    """Those that stay all the time, those that stream while they compute."""
+    model = net()
+    device = EmulatedDevice(FAST, 10**7)
+    weights = sum(p.nbytes for p in model.blocks.parameters())
+    start(model, 1.0, device=device)
+    assert weights <= device.usage().held < 1.5 * weights  # each parameter begins on a multiple of 256 bytes
+    model, device = net(), EmulatedDevice(FAST, 10**7)
+    optimizer = start(model, 0, device=device)
+    assert device.usage().held == 0
+    model(inputs(0, model)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert device.usage().held == 0
+
+
+def test_state_gives_way_to_a_block_that_is_needed() -> None:
+    """The device denies memory to weights once: state goes home, and nothing else changes."""
+
+    class Denies(EmulatedDevice):
+        denied = 0
+
+        def refill(self, buffer: Tensor) -> None:
+            if self.denied == 1:
+                self.denied = 2
+                raise torch.OutOfMemoryError("for a test")
+            super().refill(buffer)
+
+    device = Denies(FAST, 10**8)
+    model, other = net(), net()
+    optimizer, reference = start(model, 0, device=device, policy=0.5), start(other, None, policy=0.5)
+    train(model, optimizer, 2)
+    device.denied = 1
+    train(model, optimizer, 1, first=2)
+    train(other, reference, 3)
+    optimizer.synchronize()
+    reference.synchronize()
+    assert device.denied == 2
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_blocks_move_between_steps_as_memory_changes() -> None:
+    """With "auto" blocks move home where there is less, and return where there is more; no bit changes."""
+    budget = 0
+    model, other = net(blocks=12), net(blocks=12)
+    weights = sum(p.nbytes for p in model.blocks.parameters())
+    slow = FAST.replace(h2d_bandwidth=1e6, h2d_bandwidth_duplex=1e6, d2h_bandwidth=1e6, d2h_bandwidth_duplex=1e6)
+    device = EmulatedDevice(slow, 10**8)
+    optimizer = start(model, "auto", device=device, policy="adaptive", profile=slow, memory_budget=lambda: budget)
+    reference = start(other, None)
+    staying = []
+    for step in range(30):
+        budget = weights // 2 if 10 <= step < 20 else 8 * weights
+        train(model, optimizer, 1, first=step)
+        train(other, reference, 1, first=step)
+        plan = optimizer.plan()
+        assert plan is not None
+        staying.append(len(plan.blocks_on_device))
+    optimizer.synchronize()
+    reference.synchronize()
+    assert bits(model.parameters()) == bits(other.parameters())
+    assert staying[9] > staying[19] < staying[29], staying
+
+
+@pytest.mark.parametrize("where", ["in a block", "between blocks", "in backward"])
+def test_an_exception_leaves_homes_in_place(where: str) -> None:
+    model, other = net(), net()
+    optimizer, reference = start(model, 0), start(other, None)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("for a test")
+
+    for step in range(2):
+        if where == "in a block":
+            handle = model.blocks[2].out.register_forward_hook(fail)
+        elif where == "between blocks":
+            handle = model.blocks[3].register_forward_hook(fail)
+        else:
+            handle = model.blocks[3].register_full_backward_hook(fail)
+        with pytest.raises(KeyError):
+            loss(model, 99).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        assert [id(p) for p in model.parameters()] == [id(p) for g in optimizer.param_groups for p in g["params"]]
+        train(model, optimizer, 1, first=step)
+        train(other, reference, 1, first=step)
+    optimizer.synchronize()
+    reference.synchronize()
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+def test_the_model_outlives_its_optimizer() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    before = bits([model(inputs(3, model))])
+    session = weakref.ref(optimizer._session)
+    gc.disable()
+    try:
+        del optimizer
+        assert session() is None
+    finally:
+        gc.enable()
+    found = model(inputs(3, model))
+    assert bits([found]) == before
+    found.sum().backward()
+
+
+def test_model_and_optimizer_go_without_the_garbage_collector() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    gone = [weakref.ref(model), weakref.ref(model.blocks[0].both.weight)]
+    gc.collect()
+    gc.disable()
+    try:
+        del optimizer, model
+        assert [reference() for reference in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_parameters_are_on_the_host_where_the_optimizer_was_given_a_device() -> None:
+    """Until attach() is called; a step before says so."""
+    model = net()
+    optimizer = DOSAdam(model.parameters(), device="cuda", offload_gradients=True)
+    loss(model, 0).backward()
+    with pytest.raises(
+        RuntimeError, match=r"on the host, and the optimizer was built with device=cuda; call optimizer"
+    ):
+        optimizer.step()

@@ -1,0 +1,121 @@
+"""What cannot stream says so, before anything has changed, with the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.blocks import RUNS, inputs, loss, net, start, train
+from tests.support.training import FAST, bits, mlp
+
+ARGUMENTS: list[tuple[Any, Any, type[Exception], str]] = [
+    (True, None, TypeError, "weights must be the number of blocks"),
+    ("some", None, TypeError, "weights must be the number of blocks"),
+    (-1, None, ValueError, "weights must be 0 or more blocks"),
+    (1.5, None, ValueError, "weights must be 0 or more blocks"),
+    (0, [1], TypeError, "blocks must be modules"),
+    (0, [], ValueError, "blocks must be modules within the model"),
+    (0, [nn.Linear(2, 2)], ValueError, "blocks must be modules within the model"),
+]
+
+
+@pytest.mark.parametrize(("weights", "blocks", "kind", "message"), ARGUMENTS)
+def test_arguments(weights: Any, blocks: Any, kind: type[Exception], message: str) -> None:
+    model = net()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    before = bits(model.parameters())
+    with pytest.raises(kind, match=message):
+        optimizer.attach(model, weights=weights, blocks=blocks)
+    assert bits(model.parameters()) == before
+    optimizer.attach(model, weights=0)
+    train(model, optimizer, 1)
+
+
+def test_blocks_within_blocks() -> None:
+    model = net()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    with pytest.raises(ValueError, match="a block must not be part of another one"):
+        optimizer.attach(model, weights=0, blocks=[model.blocks[0], model.blocks[0].both])
+
+
+def test_a_model_without_blocks() -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    with pytest.raises(ValueError, match="Sequential has no ModuleList of modules of one type; name them"):
+        optimizer.attach(model, weights=0)
+    optimizer.attach(model, weights=0, blocks=[model[0], model[3]])
+    model(torch.randn(8, 24)).sum().backward()
+    optimizer.step()
+
+
+def test_settings_of_the_optimizer() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="needs offload_gradients=True"):
+        start(model, 0, offload_gradients=False)
+    optimizer = DOSAdam(model.parameters(), offload_gradients=True)
+    with pytest.raises(ValueError, match="this optimizer has none; build it with device='cuda'"):
+        optimizer.attach(model, weights=0)
+
+
+def test_state_that_is_there_already() -> None:
+    model = net()
+    optimizer = start(model, None)
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"has state for parameters of the blocks already"):
+        optimizer.attach(model, weights=0)
+    train(model, optimizer, 1)
+
+
+def test_the_weights_of_an_attached_model_go_on_streaming() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    with pytest.raises(ValueError, match="pass weights= again"):
+        optimizer.attach(model)
+    train(model, optimizer, 1)
+
+
+def test_parameters_that_are_not_the_optimizers() -> None:
+    model = net()
+    optimizer = DOSAdam(model.first.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    with pytest.raises(ValueError, match="requires gradients and is not the optimizer's"):
+        optimizer.attach(model, weights=0)
+
+
+def test_a_model_that_is_compiled_as_a_whole() -> None:
+    model = net()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+    with pytest.raises(ValueError, match="compiled as a whole; compile its blocks instead"):
+        optimizer.attach(torch.compile(model), weights=0)
+
+
+def test_autocast_without_checkpointing() -> None:
+    """Each converted weight would stay until backward. Under checkpointing it does not."""
+    for run in RUNS:
+        model = net(torch.float32, run=run)
+        optimizer = start(model, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            if run is RUNS[0]:
+                with pytest.raises(RuntimeError, match=r"autocast converts weights of torch.float32 that stream"):
+                    model(inputs(0, model).requires_grad_())
+                continue
+            found = model(inputs(0, model).requires_grad_()).float().sum()
+        found.backward()
+        optimizer.step()
+    model = net(torch.float32)
+    optimizer = start(model, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss(model, 0).backward()
+    optimizer.step()
+
+
+def test_gradient_scaler() -> None:
+    model = net(torch.float32)
+    optimizer = start(model, 0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
