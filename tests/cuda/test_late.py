@@ -246,7 +246,7 @@ def test_what_was_brought_back_in_vain() -> None:
         for _ in range(2):
             loss = model(x)
             torch.cuda.synchronize()
-            late(Op.RESTORE, 0.02)
+            late(Op.RESTORE, 0.2)
             last = model.layers[-1].weight  # type: ignore[attr-defined]
             handle = last.register_hook(_stop)
             with contextlib.suppress(_StoppedError):
