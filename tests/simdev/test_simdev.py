@@ -37,7 +37,7 @@ def passed(*arguments: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_late_copies_scenarios_and_some_races() -> None:
     files = "tests/cuda/test_late.py", "tests/cuda/test_scenarios.py"
     races = [f"tests/cuda/test_training.py::{name}" for name in RACES]
