@@ -15,8 +15,6 @@ from dos.rules.base import Rule, check_number
 from perfmodel.hardware import HardwareProfile
 
 ADAPTIVE, RESIDENT = "adaptive", "resident"
-NATIVE = "native"
-"""Of `offload_gradients`: they add up in their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Options:
     profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
     rule: Rule
-    offload_gradients: bool | str
+    offload_gradients: bool
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
     disk: tuple[Path, ...] = ()
@@ -93,8 +91,11 @@ class Options:
                 check_number(value, name, or_bool=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
-        if self.offload_gradients not in (True, False, NATIVE):
-            raise ValueError(f"offload_gradients must be True, False or 'native', found {self.offload_gradients!r}")
+        if self.offload_gradients not in (True, False):
+            raise ValueError(
+                f"offload_gradients must be True or False, found {self.offload_gradients!r}; with True gradients add "
+                "up in their own dtype, as in p.grad"
+            )
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):

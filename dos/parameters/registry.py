@@ -14,7 +14,7 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.machine.host_memory import check_host_memory, host_share
 from dos.machine.process import local_ranks, ranks_that_will_divide
-from dos.options import NATIVE, Options
+from dos.options import Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
 from dos.parameters.watching import Watching
@@ -67,11 +67,10 @@ class Registry:
         self.on_host: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
-        offloads, native = bool(options.offload_gradients), options.offload_gradients == NATIVE
-        self.host_store = HostStore(options.host_memory, keeps_gradients=offloads, native=native)
+        self.host_store = HostStore(options.host_memory, keeps_gradients=options.offload_gradients)
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
-        self.offloaded = OffloadedGradients(self.host_store, enabled=offloads, native=native)
+        self.offloaded = OffloadedGradients(self.host_store, enabled=options.offload_gradients)
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
         """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None

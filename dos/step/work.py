@@ -40,8 +40,6 @@ class Input(NamedTuple):
 
 _NOTHING = torch.empty(0, device="cpu")
 _NO_GRADIENT = Input(_NOTHING, 0, 0, False)
-_ROOM = torch.float32.itemsize
-"""Bytes of a slot for each offloaded gradient's element: they may have been added up."""
 
 Item = tuple[Piece, Input]
 """A piece that is updated, with what the step is given for it."""
@@ -130,9 +128,14 @@ class SubgroupUpdate:
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring offloaded gradients, and streamed weights, into `buffer` (1-D uint8 on the device)."""
-        gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
+        gradients = [(self._element_bytes * item[0].start, _values(item)) for item in self.items]
         weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
-        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients] + weights
+        return [(buffer[start : start + g.nbytes].view(g.dtype), g) for start, g in gradients] + weights
+
+    @property
+    def _element_bytes(self) -> int:
+        """Bytes of each element of offloaded gradients in a slot; some gradients may be narrower."""
+        return self.subgroup.arena.gradient.itemsize
 
     def flush_weights(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring streamed weights home again, from where `fetch_gradients` has put them."""
@@ -166,7 +169,10 @@ class SubgroupUpdate:
         """
         # The next step may have the weights in another slot.
         batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
-        self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
+        if gradient_buffer is None:
+            self._point(batch)
+        else:
+            self._point(batch, gradient_buffer.data_ptr(), self._element_bytes)
         return batch
 
     def finish(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is trained, plans that change at every call, and plans of one placement."""
+"""Hypothesis strategies for saved tensors, plans that change at every call, and plans of one placement."""
 
 from __future__ import annotations
 
@@ -9,19 +9,6 @@ from hypothesis import strategies as st
 from dos.planning.policies import AdaptivePolicy
 from perfmodel import Placement, Plan, Workload
 from perfmodel.workload import SavedTensors
-
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
-GROUPS = st.fixed_dictionaries(
-    {
-        "lr": st.floats(0, 1),
-        "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
-        "eps": st.sampled_from([0.0, 1e-8, 1e-3]),
-        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
-        "amsgrad": st.booleans(),
-        "maximize": st.booleans(),
-    }
-)
 
 
 @st.composite
@@ -46,6 +33,17 @@ class RandomPlans:
         left = self.random.randint(0, len(workload.activations)) if workload.activations else 0
         leaving = sum(saved.nbytes for saved in workload.activations[:left])
         return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots, leaving)
+
+
+class ChangingPlans(AdaptivePolicy):
+    """The same at every call, of which there are two in an iteration: as backward begins, and in the update."""
+
+    def __init__(self, seed: int, slots: int) -> None:
+        super().__init__()
+        self.plans = RandomPlans(seed, slots)
+
+    def __call__(self, workload: Workload) -> Plan:
+        return self.plans(workload)
 
 
 def all_in(placement: Placement, workload: Workload, slots: int = 0) -> Plan:

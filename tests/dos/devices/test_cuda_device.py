@@ -89,7 +89,7 @@ def test_a_forked_child_that_collects_garbage_goes_on(forked: str, runtime: Runt
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_what_the_host_does_before_a_launch_does_not_count(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_before_a_launch_does_not_count(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates follow what is measured, and would be those of the host."""
     use_virtual_time(runtime, monkeypatch)
     monkeypatch.setattr(AdamBatch, "point", takes_long(AdamBatch.point, runtime))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import LANE_OF, Copy, Job
 from perfmodel import Op, Placement
-from tests.support.devices import Asked, Copying, LateDevice, jittery_device
+from tests.support.devices import Asked, Copying, LateDevice
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.random_plans import Changes, InTurn
+from tests.support.random_plans import InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -84,22 +84,6 @@ def test_state_that_comes_to_stay_travels_before_the_step() -> None:
     model, optimizer = start(InTurn(CPU, RESIDENT), device)
     train(model, optimizer, 2, before_step=lambda _: early.extend(device.asked))
     assert [asked.subgroup for asked in early if asked.op is Op.PREFETCH] == list(range(len(optimizer.plan() or ())))
-
-
-@pytest.mark.parametrize(("unused", "attached"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("seed", range(2))
-def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, unused: bool, attached: bool) -> None:
-    """What arrives may have to leave in the same step, with an update or, where there is no gradient, without one.
-
-    Lanes overtake each other in every way.
-    """
-
-    device = jittery_device(seed)
-    model, optimizer = start(Changes(seed), device)
-    if attached:
-        optimizer.attach(model)
-    train_both(model, optimizer, 8, range(1, 8, 2) if unused else ())
-    assert device.usage().held == 0
 
 
 def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ def trained(
     device: FakeCudaDevice | None,
     *,
     attached: bool = False,
+    width: int = 40,
+    steps: int = 4,
     streams: Sequence[FakeStream] = (),
     prepare: Callable[[nn.Parameter], None] = lambda parameter: None,
     before_step: Callable[[DOSAdam], None] = lambda optimizer: None,
@@ -42,7 +45,7 @@ def trained(
 
     streams: on which backward runs if not on the caller's. prepare: is called with each parameter before.
     """
-    model = mlp(torch.bfloat16)
+    model = mlp(torch.bfloat16, width=width)
     for parameter in model.parameters():
         prepare(parameter)
     if device is not None:
@@ -60,7 +63,7 @@ def trained(
     optimizer = DOSAdam(model.parameters(), **settings)  # type: ignore[arg-type]
     if attached:
         optimizer.attach(model)
-    losses = train(model, optimizer, 4, before_step=backward_is_issued)
+    losses = train(model, optimizer, steps, before_step=backward_is_issued)
     optimizer.synchronize()
     assert all(unchanged), "parameters were overwritten before the caller had read them"
     state = optimizer.state
@@ -80,15 +83,31 @@ def test_memory_is_released_behind_a_step_in_flight(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize(
-    ("slots", "attached", "offload"), [(1, True, False), (3, True, False), (1, False, False), (3, True, True)]
+    ("slots", "attached", "offload", "host_memory"),
+    [
+        *((1, True, False, 0), (3, True, False, 0), (1, False, False, 0), (3, True, True, 0)),
+        *((1, False, False, 90_000), (1, False, False, 120_000), (1, True, False, 120_000)),
+    ],
 )
 def test_no_order_of_work_changes_a_bit(
-    slots: int, attached: bool, offload: bool, seed: int | None, monkeypatch: pytest.MonkeyPatch
+    slots: int,
+    attached: bool,
+    offload: bool,
+    host_memory: int,
+    seed: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With plans that change in every step."""
-    expected = trained(None)
-    settings = {"policy": RandomPlans(seed or 0, slots), "before_step": plan_anew, "offload_gradients": offload}
-    assert trained(FakeCudaDevice(install(monkeypatch, seed)), attached=attached, **settings) == expected
+    """With plans that change in every step. host_memory: beside which state is on disk, in windows; 0: there is none.
+
+    Such orders as of a transfer from a window that backward begins and the next state in that window.
+    """
+    disk = {"subgroup_size": 1024, "disk": tmp_path, "host_memory": host_memory} if host_memory else {}
+    width, steps = (450, 8) if host_memory else (40, 4)
+    settings = {"policy": RandomPlans(seed or 0, slots), "before_step": plan_anew, "offload_gradients": offload, **disk}
+    expected = trained(None, width=width, steps=steps)
+    device = FakeCudaDevice(install(monkeypatch, seed))
+    assert trained(device, attached=attached, width=width, steps=steps, **settings) == expected
 
 
 @pytest.mark.parametrize(("policy", "offload"), [("cpu", True), (0.5, False), ("stride:2", False)])
