@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from dos.devices import cuda
+from dos.devices.cuda import _streams_of
+from perfmodel import Op
 
 DEVICE = cuda.TYPE
 SIMULATED = DEVICE != "cuda"
@@ -31,3 +33,9 @@ def free_memory() -> None:
     """Let go of what is not used any more: earlier tests' models, and what is in cycles."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def late(op: Op, seconds: float = 0.05) -> None:
+    """Let all that is queued for this operation from now on begin later."""
+    with torch.cuda.stream(_streams_of(torch.device(DEVICE, 0))[0][op]):
+        torch.cuda._sleep(int(seconds * 1e9))

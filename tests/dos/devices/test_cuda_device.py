@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -57,23 +56,6 @@ def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.Monk
     for _ in range(3):
         device._clock = device._start_clock()
         assert device.launch(0, lambda: None, 1).wait().end == pytest.approx(0.99 * runtime.host, abs=2e-4)
-
-
-def test_a_job_that_nobody_holds_keeps_its_host_memory_until_it_is_done(runtime: Runtime) -> None:
-    device = FakeCudaDevice(runtime)
-    source, destination = torch.arange(5.0), torch.zeros(5)
-    memory = weakref.ref(source.untyped_storage())
-    job = device.copy(Op.PREFETCH, 0, [(destination, source)])
-    del job, source
-    device.launch(0, lambda: None, 1).wait()  # another stream's end says nothing of this one's
-    device.launch(0, lambda: None, 1)
-    assert memory() is not None
-    assert not destination.any()
-    device.copy(Op.PREFETCH, 1, []).wait()
-    device.launch(0, lambda: None, 1)
-    gc.collect()
-    assert memory() is None
-    assert destination.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("forked", ["idle", "after forward", "after backward", "after step"])

@@ -12,27 +12,15 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import LANE_OF, Copy, Job
-from dos.planning.policies import AdaptivePolicy
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Op, Placement
 from tests.support.devices import Asked, Copying, LateDevice
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.random_plans import all_in
+from tests.support.random_plans import InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CPU, STREAMED, RESIDENT = Placement
-
-
-class InTurn(AdaptivePolicy):
-    """All subgroups in one place, at each call the next; the last one stays."""
-
-    def __init__(self, *placements: Placement) -> None:
-        super().__init__()
-        self.placements = list(placements)
-
-    def __call__(self, workload: Workload) -> Plan:
-        return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
 class Failing(EmulatedDevice):
@@ -114,26 +102,6 @@ def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
 
     twin = mlp()
     assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
-
-
-@pytest.mark.parametrize("expected", [RESIDENT, STREAMED])
-def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arriving(
-    expected: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes.
-
-    expected: as backward begins.
-    """
-    device = FakeCudaDevice(install(monkeypatch, None))
-    freed = note_freed(device, monkeypatch)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(*[CPU] * 3, expected, CPU), subgroup_size=150, device=device)
-    train(model, optimizer, 3)
-    optimizer.synchronize()
-    for op in LANE_OF:
-        device.copy(op, 0, []).wait()  # to the end of each stream
-    assert freed
-    assert all(torch.equal(buffer, then) for buffer, then in freed)
 
 
 @pytest.mark.parametrize("place", [RESIDENT, STREAMED])
