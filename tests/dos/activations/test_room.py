@@ -131,7 +131,7 @@ def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPat
 
 def test_only_a_part_is_on_its_way_or_back_at_a_time() -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, optimizer, _ = start(1.0, device=device)
+    model, _optimizer, _ = start(1.0, device=device)
     most = 0
 
     def looked(*_: Any) -> None:
@@ -201,7 +201,7 @@ def test_what_leaves_last_has_left_when_forward_ends(model: type[nn.Module], lef
 
     def held(activations: float) -> int:
         device = EmulatedDevice(FAST, 10**9, occupied=10**6)
-        made, optimizer, _ = start(activations, model=model(), device=device)
+        made, _optimizer, _ = start(activations, model=model(), device=device)
         loss = made(torch.randn(BATCH, WIDTH)).square().mean()
         assert loss.requires_grad, "its graph is there"
         return device.usage().occupied
