@@ -108,12 +108,6 @@ void adam_update(const AdamRun* runs, int64_t count, const AdamScalars* scalars,
   });
 }
 
-void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa) {
-  const auto kernel = kernels(isa).accumulate;
-  parallel(n, kGrain, threads,
-           [&](int64_t begin, int64_t end) { kernel(src, src_type, dst, overwrite, begin, end); });
-}
-
 double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa) {
   const auto kernel = kernels(isa).sum_of_squares;
   std::vector<double> sums((n + kSumBlock - 1) / kSumBlock);

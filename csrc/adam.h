@@ -69,9 +69,6 @@ struct AdamRun {
 // Updates `count` runs. `threads` >= 1 is an upper limit: few elements use fewer.
 void adam_update(const AdamRun* runs, int64_t count, const AdamScalars* scalars, int threads, Isa isa);
 
-// dst = src if `overwrite`, else dst += src.
-void accumulate(int64_t n, const void* src, DType src_type, float* dst, bool overwrite, int threads, Isa isa);
-
 // In double precision, summed in one fixed order.
 double sum_of_squares(int64_t n, const void* src, DType src_type, int threads, Isa isa);
 

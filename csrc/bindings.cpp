@@ -73,16 +73,7 @@ NB_MODULE(_adam, module) {
       },
       "runs"_a, "count"_a, "scalars"_a, "threads"_a, "isa"_a.none());
 
-  // Types are indices of dos::DType.
-  module.def(
-      "accumulate",
-      [](int64_t n, uintptr_t src, int type, uintptr_t dst, bool overwrite, int threads, const Name& isa_name) {
-        const dos::Isa isa = find_isa(isa_name);
-        const nb::gil_scoped_release release;
-        dos::accumulate(n, at<void>(src), static_cast<dos::DType>(type), at<float>(dst), overwrite, threads, isa);
-      },
-      "n"_a, "src"_a, "src_type"_a, "dst"_a, "overwrite"_a, "threads"_a, "isa"_a.none());
-
+  // The type is an index of dos::DType.
   module.def(
       "sum_of_squares",
       [](int64_t n, uintptr_t src, int type, int threads, const Name& isa_name) {

@@ -134,23 +134,6 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
 }
 
 template <class Src>
-void accumulate_range(const void* src_, float* __restrict dst, bool overwrite, int64_t begin, int64_t end) {
-  const auto* __restrict src = static_cast<const typename Src::Stored*>(src_);
-  for (int64_t block = begin; block < end; block += kBlock) {
-    prefetch(src, block);
-    prefetch(dst, block);
-    const int64_t stop = end_of_block(block, end);
-    if (overwrite) {
-#pragma omp simd
-      for (int64_t i = block; i < stop; ++i) dst[i] = canonical(Src::load(src[i]));
-    } else {
-#pragma omp simd
-      for (int64_t i = block; i < stop; ++i) dst[i] = canonical(dst[i] + Src::load(src[i]));
-    }
-  }
-}
-
-template <class Src>
 double sum_of_squares_range(const void* src_, int64_t begin, int64_t end) {
   constexpr int kLanes = 32;  // independent sums, so that the order is fixed and the additions overlap
   const auto* src = static_cast<const typename Src::Stored*>(src_);
@@ -209,10 +192,6 @@ void adam_any(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begi
   });
 }
 
-void accumulate_any(const void* src, DType src_type, float* dst, bool overwrite, int64_t begin, int64_t end) {
-  with_type(src_type, [&](auto type) { accumulate_range<decltype(type)>(src, dst, overwrite, begin, end); });
-}
-
 double sum_of_squares_any(const void* src, DType src_type, int64_t begin, int64_t end) {
   return with_type(src_type, [&](auto type) { return sum_of_squares_range<decltype(type)>(src, begin, end); });
 }
@@ -220,6 +199,6 @@ double sum_of_squares_any(const void* src, DType src_type, int64_t begin, int64_
 }  // namespace
 
 extern const Kernels DOS_CONCAT(kernels_, DOS_ISA);
-const Kernels DOS_CONCAT(kernels_, DOS_ISA) = {adam_any, accumulate_any, sum_of_squares_any};
+const Kernels DOS_CONCAT(kernels_, DOS_ISA) = {adam_any, sum_of_squares_any};
 
 }  // namespace dos

@@ -9,7 +9,6 @@ constexpr int64_t kSumBlock = 4096;
 
 struct Kernels {
   void (*adam)(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end);
-  void (*accumulate)(const void* src, DType src_type, float* dst, bool overwrite, int64_t begin, int64_t end);
   double (*sum_of_squares)(const void* src, DType src_type, int64_t begin, int64_t end);
 };
 

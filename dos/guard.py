@@ -165,10 +165,10 @@ class Guard:
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 renewed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What else has threads or locks of its own: its `renew` is called in a forked child, which does not inherit them."""
+"""Further objects with threads or locks of their own; a forked child, which inherits none, calls `renew` of each."""
 _forking = threading.RLock()
 _held: list[Guard] = []
-"""Those whose lock the thread has that forks."""
+"""The guards whose lock the thread has that forks."""
 
 
 def _before_fork() -> None:
@@ -201,7 +201,7 @@ def _after_fork_in_child() -> None:
 
 
 def all_working() -> list[Any]:
-    """What has threads of its own, of all optimizers."""
+    """The objects with threads of their own, of all optimizers."""
     return [each for guard in list(_guards) for each in list(guard.working)]
 
 

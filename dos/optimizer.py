@@ -75,11 +75,11 @@ class DOSAdam(Optimizer):
             ``"float32"``: all masters whole, with the same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits
             each, for parameters of at least 4,096 elements that are whole blocks of 128; results then differ from
             AdamW's (docs/formats.md has the evidence).
-        offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add up
-            gradients of further micro-batches there in float32; ``"native"``: in their own dtype, to the bit as
-            autograd does in ``p.grad``, in no more host memory than one micro-batch takes. ``p.grad`` is then None, and
-            each ``step()`` consumes the gradients; use ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this
-            class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot see them.
+        offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add
+            gradients of further micro-batches to it there, to the bit as autograd adds them to ``p.grad``. ``p.grad``
+            is then None, and each ``step()`` consumes the gradients; use ``zero_grad``, ``grad_norm`` and
+            ``clip_grad_norm_`` of this class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot
+            see them.
         memory_budget: device memory for optimizer state. None: the memory that is free at the peak of the iteration and
             during the update, by NVML and the caching allocator, less 2% of the device. An int limits it to that many
             bytes, a float to that share of the device's memory. A function is called in each iteration and replaces all
@@ -129,7 +129,7 @@ class DOSAdam(Optimizer):
         max_grad_norm: float | None = None,
         master_weights: bool = True,
         state_format: str | None = None,
-        offload_gradients: bool | str = False,
+        offload_gradients: bool = False,
         memory_budget: int | float | Callable[[], int] | None = None,
         memory_interval: float | None = None,
         disk: str | Path | Sequence[str | Path] | None = None,
@@ -480,7 +480,7 @@ class DOSAdam(Optimizer):
 
     @staticmethod
     def _rule(master_weights: bool, state_format: str | None) -> Rule:
-        """What an update is."""
+        """The rule of updates."""
         return AdamW(master_weights, state_format)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:
@@ -488,4 +488,4 @@ class DOSAdam(Optimizer):
         self._device = device
         self._session = Session(options, device, Meshes(self._process_groups))
         self._lock = self._session.guard.lock
-        watch_clipping(self._session, offloads=bool(options.offload_gradients))
+        watch_clipping(self._session, offloads=options.offload_gradients)

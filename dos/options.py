@@ -15,8 +15,6 @@ from dos.rules.base import Rule, check_number
 from perfmodel.hardware import HardwareProfile
 
 ADAPTIVE, RESIDENT = "adaptive", "resident"
-NATIVE = "native"
-"""Of `offload_gradients`: they add up in their own dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Options:
     profile: HardwareProfile | str | Path | None
     max_grad_norm: float | None
     rule: Rule
-    offload_gradients: bool | str
+    offload_gradients: bool
     memory_budget: int | float | Callable[[], int] | None
     memory_interval: float | None
     disk: tuple[Path, ...] = ()
@@ -47,7 +45,7 @@ class Options:
         return self.policy == RESIDENT or (shared and self.policy == ADAPTIVE)
 
     def policy_on(self, device: Device) -> Policy:
-        """What makes the plans for a device. Raises ValueError for choices that its memory has no use for."""
+        """The policy that makes a device's plans. Raises ValueError for choices that its memory has no use for."""
         if not self.never_leaves(device):
             return resolve_policy(self.policy)
         if self.disk:
@@ -58,7 +56,7 @@ class Options:
         return resolve_policy(RESIDENT)
 
     def agreed(self) -> dict[str, str]:
-        """What all ranks must have chosen alike, by name."""
+        """The settings that all ranks must have chosen alike, by name."""
         return {
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
             "offload_gradients": str(self.offload_gradients),
@@ -93,8 +91,11 @@ class Options:
                 check_number(value, name, or_bool=False)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
-        if self.offload_gradients not in (True, False, NATIVE):
-            raise ValueError(f"offload_gradients must be True, False or 'native', found {self.offload_gradients!r}")
+        if self.offload_gradients not in (True, False):
+            raise ValueError(
+                f"offload_gradients must be True or False, found {self.offload_gradients!r}; with True gradients add "
+                "up in their own dtype, as in p.grad"
+            )
         budget = self.memory_budget
         if budget is not None and not callable(budget):
             if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -111,7 +112,7 @@ class Options:
 
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    """What users pass as `disk`. Raises TypeError, ValueError for an empty name."""
+    """Folders from what users pass as `disk`. Raises TypeError, ValueError for an empty name."""
     found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from dos.activations.offload import Amount, Surrounding
 from dos.backward import Backward
@@ -23,7 +24,7 @@ from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, war
 from dos.options import Options
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
-from dos.parameters.hooks import Attachment, lasting
+from dos.parameters.hooks import Attachment, lasting, refuse_forward
 from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_views
 from dos.parameters.registry import Registry, tell_autograd
@@ -83,6 +84,9 @@ class Session:
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
+        self._waiting: set[int] = set()
+        """The ids of parameters on the host that are to be on the accelerator when they are used."""
+        self._refusal: RemovableHandle | None = None
         self._warned_idle = False
         # Work in flight ends when the optimizer is collected or the interpreter exits.
         weakref.finalize(self, self.ledger.finish)
@@ -94,7 +98,7 @@ class Session:
 
     @property
     def parameters(self) -> Iterator[Tensor]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         return (p for group in self.groups for p in group["params"])
 
     @property
@@ -106,6 +110,11 @@ class Session:
         """Take in one of the groups. Raises TypeError, ValueError or MemoryError for one that cannot be optimised."""
         self.registry.admit(group)
         self._set_up_device()
+        self._waiting |= {id(p) for p in group["params"] if self.registry.devices.awaits(p)}
+        if self._waiting and self._refusal is None:
+            waiting, devices = self._waiting, self.registry.devices
+            self._refusal = refuse_forward(lambda p: id(p) in waiting and devices.awaits(p))
+            weakref.finalize(self, self._refusal.remove)
 
     def _set_up_device(self) -> None:
         """Set the accelerator up when the first parameter there was met."""
@@ -628,6 +637,8 @@ class Session:
         self._bring_home()
         homes = WeightHomes(device, self.registry, weights)
         homes.move_in(model, blocks, self.groups, self, self._lock)
+        if self._refusal is not None:
+            self._refusal.remove()
         return homes
 
     def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     options = parse(arguments)
     settings = {
         "lr": options.lr,
-        "offload_gradients": "native",  # and add up in bfloat16, as p.grad does; True: in float32, in more memory
+        "offload_gradients": True,
         "state_format": options.state_format,
         "disk": options.disk,
     }

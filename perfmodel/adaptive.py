@@ -76,7 +76,7 @@ class AdaptivePlanner:
             self._plan = self._choose(workload, self._answers)
 
     def _answers_for(self, workload: Workload, profile: HardwareProfile) -> Answers:
-        """Those that there are, if they are for the same workload but for memory."""
+        """The present answers, if they are for the same workload but for memory."""
         slow = dataclasses.replace(
             workload,
             peak_free_bytes=math.inf,

@@ -27,7 +27,7 @@ WORTHWHILE = 0.01
 
 
 class Choice(NamedTuple):
-    """What a plan is made of: a division of memory, and how many subgroups the CPU updates.
+    """The parts of a plan: a division of memory, and how many subgroups the CPU updates.
 
     cost: seconds by which it makes the iteration longer.
     """

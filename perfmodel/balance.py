@@ -76,7 +76,7 @@ class Balance:
         """By subgroup and stream: seconds alone."""
         streams = {load: self._seconds(load, streams=True) for load in kinds} if workload.blocks else kinds
         self._streams = np.array([streams[load] for load in workload.subgroups]) - self._each
-        """What that is more if its weights are on the host."""
+        """The seconds that are added if its weights are on the host."""
         self._fetches: dict[frozenset[int], tuple[float, float, float, float]] = {}
         self._spills = math.isfinite(workload.host_free_bytes)
         typical = self._demands(max(workload.subgroups, key=lambda load: load.numel))

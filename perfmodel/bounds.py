@@ -165,7 +165,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     staying = weight_bytes / scale
 
     def beside_weights(free: float) -> float:
-        """What is left of free memory if all weights stay; no less than those of blocks that have to."""
+        """The free memory that is left if all weights stay; no less than those of blocks that have to."""
         return max(free - staying, -streams_most * staying) if workload.blocks else free
 
     read, write = total(Stream.READ), total(Stream.WRITE)

@@ -1,4 +1,4 @@
-"""What each operation asks of its lane, and so what a placement costs: said here for every part of the model."""
+"""The demand of each operation on its lane, and so the cost of a placement, for every part of the model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SIZES = {
 }
 """The operations of each placement in their order, with what says how large they are."""
 FROM_DISK = (Stream.READ, "state_bytes"), (Stream.WRITE, "state_bytes")
-"""Those before and after them where state rests on disk."""
+"""The streams before and after them where state rests on disk."""
 
 
 class Demand(NamedTuple):
-    """What an operation takes alone: seconds of its lane, and bytes of host DRAM traffic meanwhile."""
+    """The cost of an operation alone: seconds of its lane, and bytes of host DRAM traffic meanwhile."""
 
     seconds: float
     traffic: float
@@ -55,6 +55,6 @@ def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: Har
 def demand(
     placement: Placement, load: SubgroupLoad, profile: HardwareProfile, *, on_disk: bool = False
 ) -> dict[Stream, Demand]:
-    """What a subgroup with this placement asks of each stream's lane. on_disk: whether its state rests there."""
+    """The demand of a subgroup with this placement on each stream's lane. on_disk: whether its state rests there."""
     operations = (*SIZES[placement], *(FROM_DISK if on_disk else ()))
     return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in operations}

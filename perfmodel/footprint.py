@@ -19,14 +19,12 @@ class HostBytes:
     moments: the rest of the state.
     gradient_staging: gradients from the accelerator.
     parameter_staging: new parameters on their way to it; if masters are split, their upper halves.
-    accumulated: gradients that add up on the host, float32; from the second micro-batch on.
     """
 
     master: int
     moments: int
     gradient_staging: int
     parameter_staging: int
-    accumulated: int = 0
 
     @classmethod
     def of(cls, numel: int, state: Format, *, accelerated: bool) -> HostBytes:
@@ -42,7 +40,7 @@ class HostBytes:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.state + self.gradient_staging + self.parameter_staging + self.accumulated
+        return self.state + self.gradient_staging + self.parameter_staging
 
     @property
     def state(self) -> int:
@@ -56,7 +54,6 @@ def host_footprint(
     *,
     master_weights: bool = True,
     amsgrad: bool = False,
-    offload_gradients: bool = False,
     accelerated: bool = True,
     other_gradient_dtype: bool = False,
     state_format: str | None = None,
@@ -68,14 +65,14 @@ def host_footprint(
     numel: of all parameters with one setting, all of them in codes with `state_format="int8"`; the bytes are the same
         however they are divided into parameters, groups and subgroups. It is what an update on the host takes. State
         that was never there takes nothing yet, and that which was only brought there or streamed no staging.
-    master_weights, amsgrad, offload_gradients, state_format: as given to DOSAdam; with "native" gradients add up where
-        they are staged, which is as if they were not offloaded.
+    master_weights, amsgrad, state_format: as given to DOSAdam.
     accelerated: whether the parameters are on the accelerator. Parameters on the host need no staging, and no master
         where they have the update's precision themselves.
     other_gradient_dtype: whether gradients come in another dtype than the parameters, and are staged in float32 then.
 
     Not counted: a copy of one parameter at a time while the first step reads it, the rounding of each tensor to pages
-    of 4 KiB where memory is pinned, and at most 256 MiB through which gradients pass with "native".
+    of 4 KiB where memory is pinned, and at most 256 MiB through which offloaded gradients of further micro-batches
+    pass.
     Raises ValueError for a negative numel, or values that are not of 2 or 4 bytes.
     """
     if numel < 0:
@@ -93,7 +90,7 @@ def host_footprint(
     if not accelerated:
         return found
     staged = numel * FP32_BYTES if other_gradient_dtype else found.gradient_staging
-    return replace(found, gradient_staging=staged, accumulated=numel * FP32_BYTES if offload_gradients else 0)
+    return replace(found, gradient_staging=staged)
 
 
 @dataclass(frozen=True)

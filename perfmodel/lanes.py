@@ -14,7 +14,7 @@ from perfmodel.timeline import Lane
 
 
 def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
-    """What each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
+    """The rate that each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
 
     All get what they demand while it suffices. Beyond, it is shared in equal parts, and what one does not need of its
     part is shared by the others (max-min fairness): DMA keeps its rate beside a CPU that asks for more than there is.
@@ -51,7 +51,7 @@ CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
 
 
 class Service(NamedTuple):
-    """What a lane serves and how fast.
+    """The service of a lane: what it serves and how fast.
 
     streams: one or two that feed it, and perhaps one or two that go before them.
     rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.

@@ -1,4 +1,4 @@
-"""What a plan is: where each subgroup is updated in one iteration, in which order, over how many staging slots."""
+"""Plans: where each subgroup is updated in one iteration, in which order, over how many staging slots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 class Placement(enum.Enum):
-    """What a plan chooses from: where a subgroup is updated, and where its state stays afterwards.
+    """The choices of a plan: where a subgroup is updated, and where its state stays afterwards.
 
     label: its name in reports. stays: once the plan has settled, also where the state comes from. Instead of on the
         host it may rest on disk, and then comes through there; see `Plan.on_disk`.

@@ -29,7 +29,7 @@ MOVES = {
     Move(DISK, HOST): READ,
     Move(HOST, DISK): WRITE,
 }
-"""What brings state from one tier to another."""
+"""The operations that bring state from one tier to another."""
 
 
 class Task(NamedTuple):
@@ -71,7 +71,7 @@ class Schedule:
 
 
 class SubgroupState(NamedTuple):
-    """What a step finds of one subgroup.
+    """One subgroup as a step finds it.
 
     state: where it is. gradient: where that is; None: there is none, and nothing is updated.
     numel: parameters that have a gradient. parameter_bytes: of them.
@@ -235,7 +235,7 @@ class ScheduleBuilder:
         self._workload = workload
         self._found = found
         self._backward: tuple[int, ...] = ()
-        """What has to end before gradients are complete and parameters may be overwritten."""
+        """The tasks that have to end before gradients are complete and parameters may be overwritten."""
         self._loads: tuple[SubgroupLoad, ...] = workload.subgroups
         self._updated: dict[int, int] = {}
         """The tasks after which a subgroup's new parameters are where forward finds them."""
@@ -275,7 +275,7 @@ class ScheduleBuilder:
         self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
     def step(self, backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
-        """What waits for no slot first, then all others as the plan orders them.
+        """Schedule subgroups that wait for no slot first, then all others as the plan orders them.
 
         Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
         state that has come to a slot already.
@@ -315,7 +315,7 @@ class ScheduleBuilder:
             self.windows.write(i)
 
     def _others(self, others: Sequence[int], rank: int, vacated: list[tuple[int, ...]]) -> None:
-        """What is updated on the host, or passes through slots; `rank` have done so before."""
+        """Schedule subgroups that the host updates, or that pass through slots; `rank` have done so before."""
         for i in others:
             found = self._found[i]
             if found.gradient is None:

@@ -1,4 +1,4 @@
-"""What has to be updated, and what happens beside it: sizes, bytes per lane, compute times, free memory."""
+"""The work of an iteration and the compute beside it: sizes, bytes per lane, compute times, free memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SubgroupLoad:
 
     @classmethod
     def of(cls, numel: int, state: Format, *, on_cpu: bool = True) -> SubgroupLoad:
-        """So many parameters whose state is kept in one format."""
+        """A subgroup of `numel` parameters whose state is kept in one format."""
         each = state.value_bytes, state.value_bytes, state.state_bytes, state.upper_bytes
         sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
         return cls(numel, *sizes, format=state.name, on_cpu=on_cpu)
@@ -250,7 +250,7 @@ class Workload:
         return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-self.weight_window :])
 
     def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
-        """Those saved first, which fit into so many bytes: they leave."""
+        """The tensors saved first that fit into this number of bytes: they move to the host."""
         sums = accumulate(each.nbytes for each in self.activations)
         return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
 

@@ -31,7 +31,7 @@ from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
 
 Amount = float | int | Literal["auto"]
-"""What leaves of all that is saved: a share (a float), bytes, or what the plan says."""
+"""The part of all saved tensors that moves: a share (a float), bytes, or as the plan says."""
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer would take longer to issue than to run."""
@@ -155,7 +155,7 @@ class ActivationOffload:
         return int(self.share * self._total) + 1  # as the share was rounded
 
     def recorded(self, room: Room, ran_out_again: bool) -> dict[str, Any]:
-        """What a workload has of saved tensors, where the plan decides how much of them leaves.
+        """The fields of a workload about saved tensors, where the plan decides how much of them moves.
 
         room: of the device, for state. ran_out_again: whether the user's code ran out of memory, and again at once.
         """
@@ -253,7 +253,7 @@ class ActivationOffload:
         return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
 
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
-        """What autograd keeps in place of a tensor that it saves."""
+        """The stand-in that autograd keeps for a tensor that it saves."""
         part = local(tensor)
         if self.weights is not None:
             self.weights.check_saved(tensor)

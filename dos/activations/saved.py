@@ -1,4 +1,4 @@
-"""What autograd keeps in place of a tensor that it saves, where the bytes are meanwhile, and what one forward saves."""
+"""Stand-ins for tensors that autograd saves, the places of their bytes meanwhile, and all that one forward saves."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ Node = tuple[int, int]
 
 
 class SavedByForward:
-    """What one forward saves, in order.
+    """The tensors that one forward saves, in order.
 
     saved: where it is, at the last place for what is saved again. sizes: in bytes; 0 for a second copy of the same
         memory, which is freed once.
@@ -312,7 +312,7 @@ class SavedByForward:
         return (saved for saved in found if saved is not None)
 
     def before(self, saved: Saved | None = None) -> Iterator[Saved]:
-        """Those that were saved before this one, or all, as far as they are needed yet, the last first."""
+        """The ranges saved before this one, or all, as far as they are needed yet, the last first."""
         for reference in reversed(self.saved[: None if saved is None else saved.place]):
             found = None if reference is None else reference()
             if found is not None:

@@ -27,7 +27,7 @@ _BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
 
 
 def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bool) -> dict[Format, AdamArrays]:
-    """What updates of so many parameters read and write, in mixed precision and, if wanted, in the other formats.
+    """Tensors that updates of so many parameters read and write, in mixed precision and, if wanted, in other formats.
 
     They share what has the same meaning, so that each finds numbers of usual size.
     """
@@ -90,7 +90,7 @@ class Bench:
 
     @property
     def link(self) -> Link:
-        """What is measured of copies."""
+        """The figures of copies."""
         nbytes = self._effort.copy_bytes
         update = "cpu_update_rate_beside"
         return Link(self._rounds, _BANDWIDTHS, "copy_latency_s", update, nbytes, nbytes // SMALL, self._copy)

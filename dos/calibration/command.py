@@ -127,7 +127,7 @@ def table(found: Measurement, profile: HardwareProfile) -> Table:
 
 
 def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host_cores: int) -> list[str]:
-    """What the user should know besides the figures, a line each.
+    """Notes for the user besides the figures, a line each.
 
     cores: on which this process may run, of so many host_cores.
     """

@@ -61,7 +61,7 @@ class DiskBench:
         self._space.close()
 
     def note(self) -> str:
-        """What the rates are of. Called before `close`."""
+        """The description of what was measured. Called before `close`."""
         folders = f"disk rates are of {', '.join(map(str, self._folders))}"
         if self._space.direct:
             return folders
@@ -69,7 +69,7 @@ class DiskBench:
 
     @property
     def link(self) -> Link:
-        """What is measured of reads and writes."""
+        """The figures of reads and writes."""
         return Link(
             self._rounds, _BANDWIDTHS, "disk_latency_s", UPDATE_BESIDE, self._nbytes, self._small, self._transfer
         )
@@ -106,7 +106,7 @@ class DiskBench:
 
 
 def unexplained(figures: Mapping[str, Figure], profile: HardwareProfile) -> str:
-    """What of the rates of updates, reads and writes, all at once, sharing host DRAM does not explain; "": nothing.
+    """The slowdown of updates, reads and writes, all at once, that sharing host DRAM does not explain; "": nothing.
 
     profile: that was measured, of one rank.
     """

@@ -49,7 +49,7 @@ MINIMUM = Effort(
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, per rank.
+    """The figures that were measured, per rank.
 
     figures: by field of HardwareProfile; with an accelerator also `cpu_update_rate_beside`, `h2d_bandwidth_beside` and
         `d2h_bandwidth_beside`, those three at once; with a disk `cpu_update_rate_beside_disk`,
@@ -100,7 +100,7 @@ def base_profile(device: Device | None) -> HardwareProfile:
 
 
 def name_of(device: Device | None) -> str:
-    """What profiles call the accelerator."""
+    """The accelerator's name in profiles."""
     return "no accelerator" if device is None else device.name
 
 

@@ -140,7 +140,7 @@ def mean(figures: Sequence[Figure]) -> Figure:
 
 
 class Link(NamedTuple):
-    """What is to be measured of a link.
+    """The measurements of a link.
 
     rates: the fields of HardwareProfile, by operation. latency: that of the fixed cost.
     update: what the rate of CPU updates beside it is called.

@@ -1,4 +1,4 @@
-"""What the engine asks of an accelerator. Streams and events stay behind this protocol."""
+"""The protocol of an accelerator. Streams and events stay behind this protocol."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """What profiles call it."""
+        """Its name in profiles."""
 
     @property
     def known_profile(self) -> HardwareProfile | None:
@@ -180,7 +180,7 @@ class Device(Protocol):
         """Free and total device memory as the runtime sees it."""
 
     def cached(self) -> Cached:
-        """What this process has reserved, used or not: what else is not free is others'."""
+        """The bytes that this process has reserved, used or not: all else that is not free is others'."""
 
     def trim(self) -> None:
         """Give what is reserved and not used back to all. May wait for the device."""

@@ -417,7 +417,7 @@ class _Clock(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """What the caching allocator's segments are like.
+    """The state of the caching allocator's segments.
 
     allocated: bytes of all that it ever made when this was read, at so many seconds of time.perf_counter.
     expandable: whether it can give back parts of them. private: bytes that are free in the pools of CUDA graphs and of

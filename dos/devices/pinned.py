@@ -50,7 +50,7 @@ class _Mapped:
     def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
         self.borders: tuple[int, ...] = ()
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
-        """What is pinned: by first byte, the end, and what unregisters it."""
+        """The pinned regions: by first byte, the end, and what unregisters it."""
         self._pages = weakref.ref(pages)
         self._mapping = mapping
         self._offset = offset

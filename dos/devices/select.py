@@ -35,7 +35,7 @@ class DeviceFinder:
     def awaits(self, parameter: Tensor) -> bool:
         """Whether the parameter is on the host, though the user has asked for an accelerator."""
         wanted = self.requested
-        there = isinstance(wanted, torch.device | str) and torch.device(wanted).type != "cpu"
+        there = isinstance(wanted, torch.device | str) and torch.device(wanted).type == cuda.TYPE
         return there and parameter.device.type == "cpu" and id(parameter) not in self.streamed
 
     def open(self) -> Device | None:

@@ -45,7 +45,7 @@ class Clipping:
         self._clipped, self._floats = {}, {}
 
     def marked(self) -> list[tuple[Token, Tensor]]:
-        """What may have been written to since without being counted; see `look_at_bits`."""
+        """Tensors that may have been written to since without being counted; see `look_at_bits`."""
         found = ((token, token.alive) for token, _ in self._clipped.values())
         return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
 
@@ -145,7 +145,7 @@ class Clipping:
         self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
     def _factor(self, gradient: GradientOrHandle) -> Tensor | None:
-        """What clipping multiplies the gradient by: float32, shape (); None: it was not clipped, or changed since."""
+        """The factor of clipping for the gradient: float32, shape (); None: it was not clipped, or changed since."""
         # Another gradient may have the id of one that was freed: the token tells them apart.
         token, factor = self._clipped.get(id(gradient), (None, None))
         if token is None or not token.holds(gradient):
@@ -178,7 +178,7 @@ class Clipping:
     def scales(
         self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float
     ) -> Iterable[float]:
-        """What the step multiplies the gradient of each record by.
+        """The factors by which the step multiplies the gradient of each record.
 
         members: begin with the records. parameters: needed with `max_grad_norm`. scale: what unscales gradients.
         """
@@ -216,5 +216,5 @@ def _root(squares: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What clipping to `max_norm` multiplies by: the formula of torch.nn.utils.clip_grads_with_norm_."""
+    """The factor of clipping to `max_norm`: the formula of torch.nn.utils.clip_grads_with_norm_."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Seen:
-    """What the hooks saw of one parameter's gradient in this iteration, and what to expect of the next.
+    """The record of one parameter's gradient: what hooks saw in this iteration, and what to expect of the next.
 
     gradient: the last one. written: that as backward left it, where it is to leave: another one each time.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
@@ -65,7 +65,7 @@ class Departure:
 
     @property
     def copies(self) -> list[Copy]:
-        """What brings those that are gathered to the host."""
+        """The copies that bring the gathered gradients to the host."""
         return [copy for copy, _ in self.gathered.values()]
 
     def mark_sent(self, transit: Transit) -> None:
@@ -159,7 +159,7 @@ class Departures:
         return seen
 
     def marked(self) -> list[tuple[Token, Tensor]]:
-        """What may have been written to since without being counted; see `look_at_bits`."""
+        """Tensors that may have been written to since without being counted; see `look_at_bits`."""
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
         return [(written, gradient) for written, gradient in seen if gradient is not None]
 
@@ -172,7 +172,7 @@ class Departures:
         return Subject(subgroup, update, departed, late)
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Transit]]:
-        """Those of the pieces whose gradients went early and still hold, and the transfers that bring them."""
+        """The pieces whose gradients went early and still hold, and the transfers that bring them."""
         departure = self._departures.get(subgroup)
         if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
             return set(), []

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device, EmulatedDevice, Job
-from dos.kernels.update import accumulate
 from dos.state.arena import aligned
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
@@ -26,7 +25,7 @@ MOST_LEAVING = 256 << 20
 _SCALE = 8
 """On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
 PASSAGE_BYTES, PASSAGES = 32 << 20, 8
-"""Of each part of the host memory through which gradients come that are added in their own dtype; how many."""
+"""Of each part of the host memory through which gradients pass that are added to others; how many parts."""
 _PASSAGES_SHARE = 10
 """One part in so many of a limited host memory is the most that all of them take beside it."""
 
@@ -37,52 +36,42 @@ _INCOMPLETE = (
 
 
 class _Total(NamedTuple):
-    """A parameter's gradient so far: in `values`, complete once `arrived` is done. staged: no other was added to it.
+    """A parameter's gradient so far: in `values`, complete once `arrived` is done.
 
+    dtype: that `p.grad` would have; `values` are wider where another parameter's gradients are.
     thread: in which backward made it; None: it was taken in no backward.
     """
 
     arrived: Future[None]
     values: Tensor
-    staged: bool
+    dtype: torch.dtype
     thread: int | None
 
 
-def _add_arrived(job: Job, incoming: Tensor, target: Tensor, before: Future[None] | None) -> None:
-    """Add a part of a gradient once it has come. before: the part before, which has been added, or has failed."""
+def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
+    """Add a part of a gradient to `target`, once it is there. before: what was added last, or failed."""
     job.wait()
-    if before is not None:
-        before.result()
-    # Rounded as it came: beside wider ones it is staged in their dtype.
-    target.copy_(target.to(incoming.dtype).add_(incoming))
-
-
-def _arrive(job: Job, staged: Tensor, total: Tensor | None, *, overwrite: bool) -> None:
-    """Add a gradient to `total`, if there is any, once it has come to where it is staged."""
-    # The staged gradient is read from here on.
-    job.wait()
-    if total is not None:
-        accumulate(staged, total, overwrite=overwrite)
+    before.result()
+    # Rounded to `dtype` as autograd rounds, also where `target` is wider.
+    target.copy_(target.to(dtype).add_(incoming))
 
 
 class OffloadedGradients:
     """The gradients of accelerated parameters on the host, with all that was added since the last step.
 
-    `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. It stays where it was staged,
-    in its own dtype, until another is added to it; then, and from then on at once, gradients add up in float32.
+    `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. Further ones are added to it
+    where it was staged, in its dtype: the sum has the bits that autograd gives `p.grad`.
 
     enabled: whether that was asked for; else there are none.
     """
 
     # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to those
-    # before it (`_arrive`, `_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and
-    # `clear` forgets it. From the first change until the total is noted all are `_torn`: after an exception none may be
+    # before it (`_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and `clear`
+    # forgets it. From the first change until the total is noted all are `_torn`: after an exception none may be
     # used.
-    def __init__(self, store: HostStore, *, enabled: bool, native: bool) -> None:
-        """native: they add up where they were staged, in their own dtype, as autograd adds to `p.grad`."""
+    def __init__(self, store: HostStore, *, enabled: bool) -> None:
         self.enabled = enabled
         self._store = store
-        self._native = native
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
         """Each with what reads from it last, in the order of use."""
         self._totals: dict[ParameterRecord, _Total] = {}
@@ -102,13 +91,7 @@ class OffloadedGradients:
         assert gradient is not None
         arena = record.arena
         self.check()
-        place = slice(record.offset, record.offset + record.numel)
         before, pin = self._totals.get(record), not (in_backward and record.sharded)
-        if before is not None:
-            # What was staged must have been added, or be there to be added to, before it is written over.
-            self._wait_for_arrival(before)
-            if arena.accumulated is None and not self._native:
-                arena.accumulate()
         if pin:
             self._store.stage(subgroups)
         most = MOST_LEAVING
@@ -117,24 +100,18 @@ class OffloadedGradients:
         ledger.hold_back(gradient.nbytes, most)
         # An exception from here on leaves it open whether the gradient was added.
         self._torn = True
-        staged, total = arena.gradient, arena.accumulated
         subgroup = subgroups[0] if subgroups else None
-        # The first one lies where the next is copied to: it moves to the float32 total before that.
-        if before is not None and before.staged and total is not None:
-            accumulate(before.values, total[place], overwrite=True)
         flat = record.flat_gradient(gradient)
-        if before is not None and self._native:
-            values = before.values
-            arrived = self._add(values, flat, index, subgroup, ledger, pin=pin)
-        else:
-            values = (staged if total is None else total)[place]
-            job = self._send(staged[place], flat, index, subgroup, ledger)
-            there = None if total is None else total[place]
-            # One thread adds all, in the order of backward: sums have the same bits each time.
-            arrived = ledger.lane.submit(partial(_arrive, job, staged[place], there, overwrite=before is None))
-        record.leaf.grad = None
         thread = threading.get_ident() if in_backward and not record.sharded else None
-        self._totals[record] = _Total(arrived, values, total is None, thread)
+        if before is None:
+            values = arena.gradient[record.offset : record.offset + record.numel]
+            job = self._send(values, flat, index, subgroup, ledger)
+            total = _Total(ledger.lane.submit(job.wait), values, gradient.dtype, thread)
+        else:
+            arrived = self._add(before, flat, index, subgroup, ledger, pin=pin)
+            total = before._replace(arrived=arrived, thread=thread)
+        record.leaf.grad = None
+        self._totals[record] = total
         self._torn = False
 
     def _send(
@@ -143,21 +120,21 @@ class OffloadedGradients:
         return ledger.send(index, subgroup, [(destination, gradient)], freed=True).job
 
     def _add(
-        self, values: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
+        self, before: _Total, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
     ) -> Future[None]:
-        """Add a gradient to what is on the host, rounding as autograd does; what stands for the end of it."""
-        arrived: Future[None] | None = None
+        """Add a gradient to the parameter's total, part by part; what stands for the end of it."""
+        arrived = before.arrived
         each = self._passage_bytes // gradient.itemsize
-        for target, source in zip(values.split(each), gradient.split(each), strict=True):
+        for target, source in zip(before.values.split(each), gradient.split(each), strict=True):
             passage = self._free_passage(ledger.device)
             if pin and not passage.nbytes:
                 self._store.reserve_whole(passage)
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
             job = self._send(incoming, source, index, subgroup, ledger)
-            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, arrived))
+            # The CPU lane is one thread, and adds in the order of backward: sums have the same bits each time.
+            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, before.dtype, arrived))
             # With its last reader: the next gradient must not be copied over what the lane has yet to add.
             self._passages.append((passage, arrived))
-        assert arrived is not None, "split gives at least one part"
         return arrived
 
     def pin(self) -> None:
@@ -200,33 +177,32 @@ class OffloadedGradients:
         if self._torn:
             raise RuntimeError(_INCOMPLETE)
 
-    def _wait_for_arrival(self, total: _Total) -> None:
-        """Return once all is there. Raises RuntimeError with the cause if it could not be."""
-        try:
-            total.arrived.result()
-        except Exception as error:
-            self._torn = True
-            raise RuntimeError(_INCOMPLETE) from error
-
     @property
     def records(self) -> Collection[ParameterRecord]:
         """Of the parameters whose gradients are here."""
         return self._totals.keys()
 
     def flat(self, record: ParameterRecord) -> Tensor:
-        """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks."""
+        """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks.
+
+        Raises RuntimeError with the cause if a part of it did not arrive.
+        """
         self.check()
         total = self._totals[record]
-        self._wait_for_arrival(total)
+        try:
+            total.arrived.result()
+        except Exception as error:
+            self._torn = True
+            raise RuntimeError(_INCOMPLETE) from error
         return total.values
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:
-        """What stands for the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        """A handle of the parameter's gradient as it is now: another object once it changes; None: it has none."""
         total = self._totals.get(record)
         return None if total is None else total.arrived
 
     def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
-        """What is here, each with its handle; of the parameters with these ids alone, if given."""
+        """The gradients that are here, each with its handle; of the parameters with these ids alone, if given."""
         chosen = [r for r in self._totals if parameters is None or id(r.parameter) in parameters]
         return [(record, self._totals[record].arrived) for record in chosen]
 

@@ -16,7 +16,7 @@ from dos.torch_internals.callers import calling_scaler
 
 
 class AmpScale(NamedTuple):
-    """What torch.amp.GradScaler asks of a step.
+    """The requests of torch.amp.GradScaler to a step.
 
     factor: unscales the gradients.
     writes: how often every gradient was written since backward without changing a value, by its version counter; None

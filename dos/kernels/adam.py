@@ -1,4 +1,4 @@
-"""What an update of Adam is given: the settings of the step, and the arrays."""
+"""The arguments of an update of Adam: the settings of the step, and the arrays."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class AdamStep:
 
     @cached_property
     def scalars(self) -> tuple[float, ...]:
-        """What the formula multiplies by, in double precision, in the order of ``AdamScalars`` in csrc/adam.h."""
+        """The factors of the formula, in double precision, in the order of ``AdamScalars`` in csrc/adam.h."""
         return (
             -self.grad_scale if self.maximize else self.grad_scale,
             self.weight_decay if self.use_l2 else 0.0,
@@ -88,7 +88,7 @@ class AdamStep:
 
 
 class AdamArrays(NamedTuple):
-    """What one update reads and writes: 1-D, contiguous, of one length, on one device, no overlaps.
+    """The arrays that one update reads and writes: 1-D, contiguous, of one length, on one device, no overlaps.
 
     The order is that of the columns.
 
@@ -129,7 +129,7 @@ _T = TypeVar("_T")
 
 
 def where_there_is_memory(formula: Callable[..., _T], *arrays: Tensor | None) -> _T:
-    """What the formula makes of the arrays: on their device, or on the host if intermediates do not fit there."""
+    """The arrays after the formula: on their device, or on the host if intermediates do not fit there."""
     try:
         return formula(*arrays)
     except torch.OutOfMemoryError as error:

@@ -204,7 +204,7 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
 
 
 def _updated(step: AdamStep, *part: Tensor) -> AdamArrays:
-    """What a run becomes: the formula in torch operations, the reference of csrc/kernels.cpp."""
+    """The result of a run: the formula in torch operations, the reference of csrc/kernels.cpp."""
     # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars

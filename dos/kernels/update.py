@@ -149,19 +149,6 @@ def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: st
     AdamBatch([arrays]).update(step, threads=threads, isa=isa)
 
 
-def accumulate(src: Tensor, dst: Tensor, *, overwrite: bool = False, threads: int = 0, isa: str | None = None) -> None:
-    """``dst += src``, or ``dst = src`` if ``overwrite``; 1-D contiguous CPU tensors of one length.
-
-    ``src`` is float32, bfloat16 or float16, ``dst`` is float32. ``threads``, ``isa`` and the errors raised are those
-    of :class:`AdamBatch`.
-    """
-    _check("dst", dst, (torch.float32,), dst)
-    _check("src", src, FLOATS, dst)
-    _check_device("dst", dst, torch.device("cpu"))
-    _check_device("src", src, torch.device("cpu"))
-    _adam.accumulate(len(dst), src.data_ptr(), _type(src), dst.data_ptr(), overwrite, _threads(threads), isa)
-
-
 def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> float:
     """The sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
 

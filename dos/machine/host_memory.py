@@ -19,7 +19,7 @@ SHARE_OF_HOST = 0.9
 
 
 def available_bytes() -> int | None:
-    """What can still be allocated without swapping: of the machine, or of the container if that is less.
+    """Bytes that can still be allocated without swapping: of the machine, or of the container if that is less.
 
     None where neither can be read.
     """
@@ -72,7 +72,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container(machine: int | None) -> Iterator[int]:
-    """What each control group of this process and each group around it leave; droppable page cache does not count.
+    """The bytes that each control group of this process, and around it, leaves; droppable page cache does not count.
 
     How much of it that is takes long to read, and is not asked of a group that leaves more than the machine has.
     """

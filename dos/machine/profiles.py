@@ -15,7 +15,7 @@ from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
 BUSY = "measured while other programs had the CPU"
-"""What the note of a profile says whose rates are therefore too low."""
+"""The note of a profile whose rates are therefore too low."""
 
 
 def find_profile(device_name: str) -> HardwareProfile | None:
@@ -90,7 +90,7 @@ def profile_path(device_name: str) -> Path:
 
 
 def machine_name(device_name: str) -> str:
-    """What `Provenance.machine` says of this machine."""
+    """The name of this machine in `Provenance.machine`."""
     return f"{device_name}, {cpu_model()}"
 
 

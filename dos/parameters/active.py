@@ -1,4 +1,4 @@
-"""What takes part in a step, and what the step does to each subgroup."""
+"""The parameters that take part in a step, and the update of each subgroup."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dos.step.work import Input, SubgroupUpdate
 
 
 class Active(NamedTuple):
-    """What takes part in a step.
+    """The parameters that take part in a step.
 
     members: the records of parameters with a gradient, with their groups.
     settled: how many of them, first of all, are as the last step left them.
@@ -34,7 +34,7 @@ class Ready(NamedTuple):
 
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
-    """What the step does to each subgroup that has a gradient. scales: what each gradient is multiplied by."""
+    """The update of each subgroup that has a gradient. scales: the factor of each gradient."""
     gradients: list[Input | None] = [None] * registry.numbered
     settings: list[Any] = []
     offloaded, away = registry.offloaded, registry.offloaded.records

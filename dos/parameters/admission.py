@@ -1,4 +1,4 @@
-"""What can be optimised: parameters, their gradients, and state that users bring."""
+"""Checks of what can be optimised: parameters, their gradients, and state that users bring."""
 
 from __future__ import annotations
 

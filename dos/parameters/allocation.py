@@ -73,10 +73,7 @@ class Allocation:
         return rule.format(parameter, accelerated=accelerated, extra=rule.extra(group))
 
     def host_bytes(self, parameter: Tensor, group: Group) -> int:
-        """Host memory for the state of a parameter, at most, with one micro-batch in each step.
-
-        The memory in which offloaded gradients of several add up is asked for when the second comes.
-        """
+        """Host memory for the state of a parameter, at most."""
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
         state = self._format(parameter, group)
         most = HostBytes.of(numel, state, accelerated=accelerated)

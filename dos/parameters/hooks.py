@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dos.sharding import ddp
 from dos.torch_internals import fsdp2
 from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_dict import set_first
-from dos.torch_internals.module_parameters import parameters_of
+from dos.torch_internals.module_parameters import own_parameters, parameters_of
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -32,8 +33,22 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
         )
 
 
+def refuse_forward(waits: Callable[[Tensor], bool]) -> RemovableHandle:
+    """Have the forward of any module raise RuntimeError that has a parameter of which `waits` says so."""
+
+    def check(module: nn.Module, _: Any) -> None:
+        if any(p is not None and waits(p) for p in own_parameters(module).values()):
+            raise RuntimeError(
+                f"{type(module).__name__} ran on the host, and its optimizer was built for an accelerator; call "
+                "optimizer.attach(model, weights=...) before the first forward, or move the model there"
+            )
+
+    # Of all modules, for the optimizer does not know the model yet.
+    return register_module_forward_pre_hook(check)
+
+
 def lasting(model: nn.Module) -> list[Tensor]:
-    """What of a model outlives its forward."""
+    """The tensors of a model that outlive its forward."""
     return [*parameters_of(model), *model.buffers()]
 
 
@@ -89,10 +104,12 @@ class Attachment:
         if amount is None or model is None:
             return
         offload.prepare(amount)
+        watcher = self._watcher
 
         def begin(module: nn.Module) -> None:
             alive = reference()
-            if alive is not None:
+            # Without its optimizer the model is detached in this very forward, and `end` would not be called.
+            if alive is not None and watcher() is not None:
                 alive.begin(module, amount, lasting(module))
 
         def end(module: nn.Module) -> None:

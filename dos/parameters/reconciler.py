@@ -20,7 +20,7 @@ from dos.torch_internals.tensors import is_view
 
 
 class Look(NamedTuple):
-    """What a step finds of the parameters that have a gradient, with their groups.
+    """The parameters that have a gradient as a step finds them, with their groups.
 
     settled: are as the last step left them; others: about these something is new, or they are.
     gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.

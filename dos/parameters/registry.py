@@ -14,7 +14,7 @@ from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
 from dos.machine.host_memory import check_host_memory, host_share
 from dos.machine.process import local_ranks, ranks_that_will_divide
-from dos.options import NATIVE, Options
+from dos.options import Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
 from dos.parameters.watching import Watching
@@ -67,11 +67,10 @@ class Registry:
         self.on_host: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
         self.places: dict[ParameterRecord, list[tuple[Subgroup, Piece]]] = {}
-        offloads, native = bool(options.offload_gradients), options.offload_gradients == NATIVE
-        self.host_store = HostStore(options.host_memory, keeps_gradients=offloads, native=native)
+        self.host_store = HostStore(options.host_memory, keeps_gradients=options.offload_gradients)
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
-        self.offloaded = OffloadedGradients(self.host_store, enabled=offloads, native=native)
+        self.offloaded = OffloadedGradients(self.host_store, enabled=options.offload_gradients)
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
         """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
@@ -88,7 +87,7 @@ class Registry:
         return parameter if record is None else record.leaf
 
     def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
-        """Those in which parameters lie, of which some may have no place yet."""
+        """The subgroups in which parameters lie; some may have no place yet."""
         found = (self.records.get(id(p)) for p in parameters)
         return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
 
@@ -213,7 +212,7 @@ class Registry:
         self._let_go_of_others(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """What this rank has of DTensors, which may have been written to without being counted; see `look_at_bits`."""
+        """This rank's parts of DTensors, which may have been written to without being counted; see `look_at_bits`."""
         return [(record, record.local) for record in self.records.values()] if self.meshes else []
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:

@@ -20,7 +20,7 @@ class _Hook(NamedTuple):
 
 
 _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
-"""Those that were last to watch each parameter, by its id."""
+"""The last to watch each parameter, by its id."""
 
 
 class Watching:
@@ -34,7 +34,7 @@ class Watching:
         self._leaves: dict[Tensor, Tensor] = {}
         """Where backward writes gradients, if that is another tensor than the parameter."""
         self._sharing: weakref.WeakSet[Watching] = weakref.WeakSet()
-        """Others that watch, or have watched, any of these."""
+        """The other instances that watch, or have watched, any of these."""
         # Parameters outlive their optimizer, and each backward would call its hooks in vain.
         weakref.finalize(watcher, self.keep)
 

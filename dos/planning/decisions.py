@@ -1,4 +1,4 @@
-"""What is decided for a device, from what is known of it, and what steps teach."""
+"""The plans for a device, and how steps teach the rates that they are made with."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Room(NamedTuple):
 
 
 class Forecast:
-    """What was free in each phase of recent iterations, and what that leaves for optimizer state in the next one.
+    """The memory that was free in each phase of recent iterations, and the share of it that state may use in the next.
 
     Two things are measured: what this process leaves beside its state, and what others hold. Room is the least of what
     these rules allow, less the margin:
@@ -123,7 +123,7 @@ class Forecast:
             self._least_free, self._held = free, held
 
     def peaked(self, phase: Op, free: int, held: int, *, others: int = 0) -> None:
-        """What was free, by the allocator's counter, at a peak of forward or backward between two samples.
+        """Memory was free, by the allocator's counter, at a peak of forward or backward between two samples.
 
         The rest as for `sample`.
         """
@@ -161,7 +161,7 @@ class Forecast:
         self._watch_for_lasting = True
 
     def end_iteration(self) -> None:
-        """What is sampled from now on belongs to the next iteration."""
+        """Samples from now on belong to the next iteration."""
         self._extra = self._given_back()
         self._remember_what_fits()
         now = self._now
@@ -184,7 +184,7 @@ class Forecast:
         self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:
-        """What optimizer state may use in the next update and at the next peak; nothing before the first sample."""
+        """The memory that state may use in the next update and at the next peak; nothing before the first sample."""
         marks = [m for m in (*self._marks, self._now) if m]
         if not marks:
             return Room(0, 0)
@@ -203,7 +203,7 @@ class Forecast:
     def _limits(
         self, marks: Sequence[dict[Op, int]], updates: Sequence[int], levels: Sequence[int]
     ) -> Iterator[tuple[int, str]]:
-        """What each of the rules leaves for state at the next peak, and for what the rest is."""
+        """The bytes that each rule leaves for state at the next peak, and why no more."""
         peaks = [_peak(m) for m in marks]
         others = bool(levels) and _expected(levels) > levels[-1]
         beside = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
@@ -221,7 +221,7 @@ class Forecast:
             yield self._lasting[0], "because training ran out of memory lately"
 
     def late_room(self) -> int:
-        """What optimizer state may use until backward ends, from what its second half has left so far.
+        """The bytes that state may use until backward ends, by what its second half has left so far.
 
         That half is expected to take as much more as it did at most in recent iterations; where only whole backwards
         were seen, as those did. Nothing as long as it is remembered that the user's own code ran out of memory.
@@ -231,7 +231,7 @@ class Forecast:
         return max(0, min(self._late.lowest, self._late.first - max(self._falls)) - self.margin)
 
     def _given_back(self) -> int:
-        """What is added to the margin, by what was free at the least in this iteration."""
+        """The bytes that are added to the margin, by the least that was free in this iteration."""
         if self._least_free is None:
             return self._extra
         # Without state here there is nothing to give back to a neighbour that waits.
@@ -251,7 +251,7 @@ class Forecast:
 
 
 class _Fall(NamedTuple):
-    """What was free, in bytes, when a phase began, and at the least since."""
+    """Bytes that were free when a phase began, and at the least since."""
 
     first: int
     lowest: int
@@ -262,7 +262,7 @@ class _Fall(NamedTuple):
 
 
 def _expected(levels: Sequence[int]) -> int:
-    """What others will hold, by what they held at most in each of recent iterations."""
+    """The bytes that others will hold, by the most that they held in each of recent iterations."""
     if not levels:
         return 0
     taken = max((later - earlier for earlier, later in itertools.pairwise(levels)), default=0)

@@ -1,4 +1,4 @@
-"""What samples miss of an iteration's peak, as the allocator's counter of its highest level shows it."""
+"""The part of an iteration's peak that samples miss, by the allocator's counter of its highest level."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dos.planning.reading import MemoryReader
 from perfmodel import Op, SubgroupLoad
 
 Budget = int | float | Callable[[], int] | None
-"""What users pass as `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
+"""The type of `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
 
 SHARE_OF_TIME = 1e-3
 """Sampling may take this share of the time."""
@@ -145,7 +145,7 @@ class MemoryMonitor:
     def limits(
         self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0, weights: int = 0
     ) -> dict[str, Any]:
-        """What the workload of these subgroups has of the memory for it, in whole ones so that noise changes nothing.
+        """The fields of a workload that say how much memory these subgroups may use, in whole ones against noise.
 
         More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
         update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
@@ -204,7 +204,7 @@ def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, 
 
 
 def _checked(nbytes: object) -> int:
-    """What a user's function gave as memory budget. Raises TypeError or ValueError if it is not a number of bytes."""
+    """The memory budget that a user's function gave. Raises TypeError or ValueError if it is no number of bytes."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Real):
         raise TypeError(f"memory_budget: the function must give bytes as an int, found {nbytes!r}")
     if not 0 <= float(nbytes) < math.inf:

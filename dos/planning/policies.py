@@ -159,7 +159,7 @@ def _waits_for_backward(schedule: Schedule) -> bool:
 
 
 def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
-    """What these lanes did, and how often."""
+    """The work that these lanes did, and how often."""
     return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
 
 

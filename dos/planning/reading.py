@@ -38,7 +38,7 @@ _ADVICE = {
     Source.NONSENSE: "Compare with nvidia-smi (where MPS limits this process's memory, that is as it must be)",
     Source.UNREADABLE: "Optimizer state stays on the host meanwhile. See whether nvidia-smi works",
 }
-"""What the user can do where a source is not what it should be."""
+"""Advice for where a source is not what it should be."""
 
 
 class Reading(NamedTuple):

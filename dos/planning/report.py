@@ -1,4 +1,4 @@
-"""What the last step did and why: for people, for logs and for monitors."""
+"""Reports of the last step, with reasons: for people, for logs and for monitors."""
 
 from __future__ import annotations
 
@@ -208,12 +208,11 @@ class Report:
     @property
     def _leaving(self) -> tuple[int, int] | None:
         """Bytes of saved tensors that leave, and of all that may: by the plan, or as the user has chosen."""
-        activations = self.workload.activations
-        return (
-            (self.plan.activation_bytes, sum(each.nbytes for each in activations))
-            if activations
-            else self.iteration.saved
-        )
+        activations, saved = self.workload.activations, self.iteration.saved
+        if activations:
+            return self.plan.activation_bytes, sum(each.nbytes for each in activations)
+        # Where weights stream hooks look at saved tensors that were not asked to move.
+        return None if saved is not None and not saved[0] and self.workload.blocks else saved
 
     def _saved(self, left: int, nbytes: int) -> str:
         """How much of what forward saves leaves for the host, and why."""
@@ -249,7 +248,7 @@ class Report:
 def why_changed(
     before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
 ) -> str:
-    """What is different from when the plan before was made.
+    """The differences from when the plan before was made.
 
     believed, profile: the rates then and now; None if no policy asks for any.
     """

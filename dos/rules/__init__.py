@@ -1,1 +1,1 @@
-"""What an update is: base.py has what all others ask of it, adamw.py the one rule that there is."""
+"""Rules of updates: base.py has the protocol, adamw.py the one rule that there is."""

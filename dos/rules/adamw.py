@@ -168,7 +168,7 @@ class AdamW:
 
 
 def _tensor_problem(key: str, value: object, parameter: Tensor) -> str | None:
-    """What keeps this value from being what the parameter's state has under this name."""
+    """The reason why this value cannot be in the parameter's state under this name."""
     if key in CODE_TYPES and not in_blocks(parameter.shape):
         return f"its state has {key!r}, but shape {tuple(parameter.shape)} is not whole blocks of {BLOCK} elements"
     expected = scale_shape(parameter.shape) if key.endswith("_scales") else tuple(parameter.shape)

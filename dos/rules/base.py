@@ -1,4 +1,4 @@
-"""What an update is, as all others see it. Nobody but a rule's own files, and the shell that chooses it, names one."""
+"""The protocol of an update. Only a rule's own files, and the shell that chooses it, name one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perfmodel.format import Format
 
 
 class Run(NamedTuple):
-    """What the update of one piece of a parameter works on, but for the gradient: 1-D, in one memory.
+    """The tensors that the update of one piece of a parameter works on, but for the gradient: 1-D, in one memory.
 
     updated: is read and written: the master. The parameter where that is updated itself, or is its master's upper half.
     fields: the rest of the state, by name.
@@ -52,7 +52,7 @@ class Rule(Protocol):
     on_cpu: ClassVar[bool]
 
     def agreed(self) -> dict[str, str]:
-        """What all ranks must have chosen alike, by the name that users know."""
+        """The settings that all ranks must have chosen alike, by the name that users know."""
 
     def check(self, group: Mapping[str, Any], where: str) -> None:
         """Check the settings of a param group. Raises ValueError or TypeError that begins with `where`."""
@@ -67,7 +67,7 @@ class Rule(Protocol):
         """
 
     def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
-        """What a parameter's state consists of; how much each lane has to do follows from it.
+        """The format of a parameter's state; how much each lane has to do follows from it.
 
         accelerated: whether the parameter is on the accelerator. extra: fields to have besides.
         """
@@ -75,7 +75,7 @@ class Rule(Protocol):
     def problem(
         self, entry: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any] | None = None
     ) -> str | None:
-        """What keeps `entry`, which users have left, from being this parameter's state; None if it is, or is empty.
+        """The reason why `entry`, which users have left, is not this parameter's state; None if it is, or is empty.
 
         group: the settings with which it is loaded, if it is.
         """
@@ -87,7 +87,7 @@ class Rule(Protocol):
         """Write what the entry says to live views of the state, by `keys`; what it does not say becomes 0."""
 
     def settings(self, group: Mapping[str, Any], count: float, scale: float) -> Any:
-        """What a step is told. count: of the steps with this one. scale: by which gradients are multiplied first."""
+        """The settings of a step. count: of the steps with this one. scale: by which gradients are multiplied first."""
 
     def batch(self, runs: Sequence[Run]) -> Batch:
         """The updates of these runs, all on one device."""

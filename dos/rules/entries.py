@@ -95,7 +95,7 @@ def adamw_form(parameter: Tensor, entry: Mapping[str, Any], *, written: bool) ->
 
 
 def _local_parts(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """What this rank needs of the entry's tensors. A collective where they are divided in another way."""
+    """The part of the entry's tensors that this rank needs. A collective where they are divided in another way."""
     parts = {key: entry[key] for key in STATE_KEYS if entry.get(key) is not None}
     codes = {key: value for key, value in parts.items() if key in CODE_TYPES}
     if is_sharded(parameter) and any(
@@ -107,7 +107,7 @@ def _local_parts(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Tenso
 
 
 def _converted(parts: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Tensor]:
-    """What one parameter's tensors say under these names; without those of which they say nothing.
+    """Convert one parameter's state tensors to these keys; keys that cannot be derived are omitted.
 
     Where they say it twice, in the format of `keys` and in another one, the former counts; of moments AdamW's form.
     """

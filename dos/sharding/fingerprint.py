@@ -43,7 +43,7 @@ def _bits(tensor: Tensor) -> torch.dtype:
 
 
 class Marked(Protocol):
-    """What has the fingerprint of a tensor, if one is needed, and is told whether the tensor was rewritten."""
+    """The holder of a tensor's fingerprint, if one is needed, which is told whether the tensor was rewritten."""
 
     bits: Tensor | None
     rewritten: bool

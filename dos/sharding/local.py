@@ -1,4 +1,4 @@
-"""What this rank has of a tensor: the one place where DTensors are unwrapped, and wrapped again."""
+"""This rank's part of a tensor: the one place where DTensors are unwrapped, and wrapped again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def as_replicated(tensor: Tensor, like: Any) -> Tensor:
-    """What is the same on each rank as a DTensor of the ranks of `like`; itself if that is none."""
+    """A tensor that is the same on each rank, as a DTensor of the ranks of `like`; itself if that is none."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate

@@ -13,7 +13,7 @@ from dos.torch_internals.live_objects import parameters_of_all_modules
 
 
 def find_replaced(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that got no gradient, are no module's any more, and have the shape of a DTensor that is.
+    """The parameters that got no gradient, are no module's any more, and have the shape of a DTensor that is.
 
     So `fully_shard` and `parallelize_module` leave the parameters that they were given. Without this search a model
     that was divided in part would train in part, silently: steps find gradients on the rest. It looks through all

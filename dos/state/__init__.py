@@ -1,1 +1,1 @@
-"""What optimizer state is, and where."""
+"""Optimizer state, and where it is."""

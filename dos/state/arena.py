@@ -136,16 +136,17 @@ class Arena:
 
     @property
     def gradient(self) -> Tensor:
-        return self._staging["gradient"].tensor
+        return self.incoming.tensor
 
     @property
     def parameter(self) -> Tensor | None:
-        return self._staged("parameter")
+        found = self._staging.get("parameter")
+        return None if found is None else found.tensor
 
     @property
-    def accumulated(self) -> Tensor | None:
-        """Where gradients add up on the host, float32, once `accumulate` was called."""
-        return self._staged("accumulated")
+    def incoming(self) -> HostTensor:
+        """The host memory of `gradient`. Only where the parameters are on the accelerator."""
+        return self._staging["gradient"]
 
     @property
     def device_bytes(self) -> int:
@@ -156,10 +157,6 @@ class Arena:
         """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
         if self.accelerated and self.gradient.dtype not in (dtype, torch.float32):
             self._stage("gradient", torch.float32)
-
-    def accumulate(self) -> None:
-        """Make room for gradients that add up on the host."""
-        self._stage("accumulated", torch.float32)
 
     def home(self) -> list[HostTensor]:
         """The host memory of its state."""
@@ -175,20 +172,12 @@ class Arena:
         return self.format.splits or (self.weights and self.format.master is None)
 
     def staging(self) -> list[HostTensor]:
-        """The host memory through which gradients come and parameters go, and in which gradients add up."""
+        """The host memory of `gradient` and `parameter`."""
         return list(self._staging.values())
-
-    def incoming(self) -> list[HostTensor]:
-        """Of that, what is for gradients."""
-        return [tensor for name, tensor in self._staging.items() if name != "parameter"]
 
     def _stage(self, name: str, dtype: torch.dtype) -> None:
         assert self.device is not None, "nothing is staged for parameters on the host"
         self._staging[name] = HostTensor(self.numel, dtype, self.device, self._part)
-
-    def _staged(self, name: str) -> Tensor | None:
-        found = self._staging.get(name)
-        return None if found is None else found.tensor
 
     def slice(self, start: int, stop: int) -> State:
         """A view of the state from start to stop. Remembered, because every step asks for the same ones."""

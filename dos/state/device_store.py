@@ -38,7 +38,7 @@ class DeviceStore:
         self.denied: int | None = None
         self.device = device
         self._passing: dict[Subgroup, State] = {}
-        """What passes through a slot, by subgroup."""
+        """State that passes through a slot, by subgroup."""
         self._expected = False
         self._logged = False
 

@@ -121,7 +121,7 @@ class Homes:
 
 
 def housed(made: Mapping[_T, int], homes: Mapping[_T, int], room: float) -> set[_T]:
-    """Whatever keeps a home on the host, or for which it has room, one after the other.
+    """The items that keep a home on the host, or for which it has room, one after the other.
 
     made: bytes of each home that are there; 0: it has none. homes: bytes of each when it is whole.
     room: bytes that may yet be made; below 0 where homes have to go for windows.

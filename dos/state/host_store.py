@@ -9,8 +9,6 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from dos.devices import Copy, Device, Job
 from dos.machine.host_memory import check_host_memory, left_of_share
 from dos.state.arena import Arena, State, state_copies
@@ -31,16 +29,14 @@ class HostStore:
     limit: bytes that all may take; None: what the host has. shares: whether that is a share of what the host had.
     windows: through which state on disk passes.
     keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
-    native: whether they add up in their own dtype.
     spills: whether what there is no room for goes to disk, as far as it is state.
     awaited: the arenas whose gradients are counted whether they are there or to come.
     """
 
-    def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False, native: bool = False) -> None:
+    def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
         self.limit = limit
         self.shares = self.spills = False
         self._keeps_gradients = keeps_gradients
-        self._native = native
         self.awaited: weakref.WeakSet[Arena] = weakref.WeakSet()
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
@@ -67,17 +63,13 @@ class HostStore:
     @property
     def room(self) -> float:
         """Bytes that may yet be made for state, beside gradients that may come."""
-        made = {arena: sum(tensor.nbytes for tensor in arena.incoming()) for arena in self.awaited}
-        return self._left - sum(max(0, self._most_bytes(arena) - nbytes) for arena, nbytes in made.items())
+        gradients = [arena.incoming for arena in self.awaited]
+        return self._left - sum(max(0, each.tensor.nbytes - each.nbytes) for each in gradients)
 
     @property
     def gradient_bytes(self) -> int:
         """That awaited gradients may take."""
-        return sum(map(self._most_bytes, self.awaited))
-
-    def _most_bytes(self, arena: Arena) -> int:
-        """That the gradients of an arena may take once they add up."""
-        return arena.gradient.nbytes + (0 if self._native else arena.numel * torch.float32.itemsize)
+        return sum(arena.gradient.nbytes for arena in self.awaited)
 
     def has(self, subgroup: Subgroup) -> bool:
         """Whether there is room for the subgroup's state, where it has been or is to come."""
@@ -89,7 +81,7 @@ class HostStore:
 
     def stages(self, subgroup: Subgroup) -> bool:
         """Whether its gradients can travel through here."""
-        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.incoming())
+        return subgroup.arena.incoming.has(subgroup.start, subgroup.stop)
 
     def reserve(self, subgroups: Iterable[Subgroup], updated: Iterable[Subgroup] = ()) -> list[Subgroup]:
         """Make room for the state of some subgroups, and for gradients and parameters of those that are updated here.
@@ -102,7 +94,7 @@ class HostStore:
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
         """Make room for gradients that come from these. Raises as `reserve`."""
-        self.make((tensor, s) for s in subgroups for tensor in s.arena.incoming())
+        self.make((s.arena.incoming, s) for s in subgroups)
 
     def drop(self, subgroup: Subgroup) -> None:
         """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
@@ -118,11 +110,11 @@ class HostStore:
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """What goes with its home: neither gradients that may be waiting for the step, nor weights that stream."""
+        """The memory that goes with its home: not gradients that may wait for the step, nor weights that stream."""
         arena = subgroup.arena
-        kept = arena.incoming() if self._keeps_gradients else []
+        kept = [arena.incoming] if self._keeps_gradients else []
         if arena.streams:  # the parameters themselves are there
-            kept = [*kept, arena.weights_at_home()]
+            kept.append(arena.weights_at_home())
         return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:

@@ -239,7 +239,7 @@ Layout = tuple[int, ...] | None
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, Layout]:
-    """What of a parameter must stay as it was when it got its record."""
+    """The properties of a parameter that must stay as they were when it got its record."""
     return tensor.device, tensor.dtype, tensor.shape, _layout(tensor)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dos.state.arena import Arena, State, aligned
@@ -101,8 +100,8 @@ class Subgroup:
 
     @property
     def offloaded_gradient_bytes(self) -> int:
-        """Bytes of a slot that takes its gradients as they are, or are added up, on the host."""
-        return aligned(self.numel * torch.float32.itemsize)
+        """Bytes of a slot that takes its gradients as they are on the host."""
+        return aligned(self.numel * self.arena.gradient.itemsize)
 
     @property
     def passing_bytes(self) -> int:

@@ -16,7 +16,7 @@ from dos.state.subgroup import Subgroup
 
 
 class Window(NamedTuple):
-    """What is in a window while a subgroup has it.
+    """The contents of a window while a subgroup has it.
 
     pages: the state as it is on disk, 1-D uint8; state: the same by fields.
     gradient, parameter: room for gradients and new parameters on their way, as `Subgroup` has it at home.

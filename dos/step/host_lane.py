@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class HostLane:
             max_workers=1, thread_name_prefix="dos-cpu", initializer=self._device.bind_host_thread
         )
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
+    def submit(self, work: Callable[[], object]) -> Future[Any]:
         """Run `work` once everything submitted before is done."""
         return self._thread.submit(work)
 

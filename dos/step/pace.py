@@ -27,7 +27,7 @@ class Pace:
     def __init__(self) -> None:
         self.forward, self.backward, self.both = _Typical(), _Typical(), _Typical()
         self._waits: Sequence[tuple[Mark, Mark]] = ()
-        """Those in forward."""
+        """The waits in forward."""
         self._unread: deque[tuple[_Typical, _Stretch]] = deque()
 
     def backward_begins(

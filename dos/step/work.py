@@ -1,4 +1,4 @@
-"""What one step does to one subgroup: which pieces, with which gradients and settings."""
+"""The update of one subgroup in one step: which pieces, with which gradients and settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perfmodel.schedule import SubgroupState
 
 
 class Input(NamedTuple):
-    """What a step is given for one parameter.
+    """The input of a step for one parameter.
 
     values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
     address: of the first one that is used.
@@ -40,15 +40,13 @@ class Input(NamedTuple):
 
 _NOTHING = torch.empty(0, device="cpu")
 _NO_GRADIENT = Input(_NOTHING, 0, 0, False)
-_ROOM = torch.float32.itemsize
-"""Bytes of a slot for each offloaded gradient's element: they may have been added up."""
 
 Item = tuple[Piece, Input]
 """A piece that is updated, with what the step is given for it."""
 
 
 class SubgroupUpdate:
-    """What a step does to one subgroup.
+    """The update of one subgroup in one step.
 
     items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
     offloaded: whether the gradients are on the host, although the parameters are not.
@@ -78,7 +76,7 @@ class SubgroupUpdate:
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """Those that are updated."""
+        """The pieces that are updated."""
         return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
 
     @property
@@ -130,9 +128,14 @@ class SubgroupUpdate:
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring offloaded gradients, and streamed weights, into `buffer` (1-D uint8 on the device)."""
-        gradients = [(piece, _values((piece, gradient))) for piece, gradient in self.items]
+        gradients = [(self._element_bytes * item[0].start, _values(item)) for item in self.items]
         weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
-        return [(buffer[_ROOM * piece.start :][: g.nbytes].view(g.dtype), g) for piece, g in gradients] + weights
+        return [(buffer[start : start + g.nbytes].view(g.dtype), g) for start, g in gradients] + weights
+
+    @property
+    def _element_bytes(self) -> int:
+        """Bytes of each element of offloaded gradients in a slot; some gradients may be narrower."""
+        return self.subgroup.arena.gradient.itemsize
 
     def flush_weights(self, buffer: Tensor) -> list[Copy]:
         """The copies that bring streamed weights home again, from where `fetch_gradients` has put them."""
@@ -166,11 +169,14 @@ class SubgroupUpdate:
         """
         # The next step may have the weights in another slot.
         batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
-        self._point(batch, 0 if gradient_buffer is None else gradient_buffer.data_ptr(), _ROOM)
+        if gradient_buffer is None:
+            self._point(batch)
+        else:
+            self._point(batch, gradient_buffer.data_ptr(), self._element_bytes)
         return batch
 
     def finish(self, state: State) -> None:
-        """What is to be done after an update where the parameters are."""
+        """Finish an update where the parameters are."""
         # The device has newer parameters now: the host would join its rests with upper halves of an earlier step.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
@@ -269,7 +275,7 @@ class SubgroupUpdate:
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
-        """What the update of a piece works on."""
+        """The tensors that the update of a piece works on."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
         if at_home:
@@ -344,7 +350,7 @@ class Subject(NamedTuple):
     late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:
-        """What the step finds of it, but for what is under way. state: where that is."""
+        """The subgroup as the step finds it, but for transfers under way. state: where that is."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)

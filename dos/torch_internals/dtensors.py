@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 local_tensor: Callable[[Any], Any] = operator.attrgetter("_local_tensor")
-"""What this rank has of a DTensor."""
+"""This rank's part of a DTensor."""
 
 
 def set_local_tensor(dtensor: Any, part: Tensor) -> None:

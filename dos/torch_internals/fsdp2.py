@@ -31,7 +31,7 @@ def sharded_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: Any) -> set[nn.Module]:
-    """Those that its parameters are of. While they run, they have gathered ones, which no optimizer sees."""
+    """The modules that its parameters are of. While they run, they have gathered ones, which no optimizer sees."""
     infos = [each._module_info for each in group.fsdp_params]
     return {module for info in infos for module in (info.module, *info.shared_modules)}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def parameters_of_all_modules() -> list[Tensor]:
-    """Those that any module of the process has; it takes some 50 ms."""
+    """The parameters that any module of the process has; it takes some 50 ms."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     # A module whose constructor has not run has none.
     return [p for module in modules for p in vars(module).get("_parameters", {}).values() if p is not None]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What the hooks make of the state dict."""
+    """The state dict as the hooks leave it."""
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     return state_dict

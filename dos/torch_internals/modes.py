@@ -1,4 +1,4 @@
-"""What torch is doing now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
+"""The state of torch now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
 
 from __future__ import annotations
 

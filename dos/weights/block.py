@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dos.devices import Caller, Copy, Device, Job
 from dos.state.arena import Arena, aligned
 from dos.torch_internals.module_parameters import exchange
-from dos.torch_internals.tensors import storage_address
+from dos.torch_internals.tensors import storage_address, version_counter
 from dos.weights.blocks import Member
 from perfmodel import Op
 
@@ -44,6 +44,7 @@ class Block:
         self._reading: Job | None = None
         """The last copy that reads the homes, which may run on when nothing uses its values any more."""
         self._joined: set[Caller] = set()
+        self._versions: list[int] = []
         self._queue: Caller = None
         sizes = [member.parameter.nbytes for member in members]
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
@@ -88,7 +89,16 @@ class Block:
         self._job = self._reading = job
         for arena in self.arenas:
             arena.reading = job
+        self._versions = self._now()
         return job
+
+    def _now(self) -> list[int]:
+        return [version_counter(member.parameter) for member in self.members]
+
+    @property
+    def stale(self) -> bool:
+        """Whether a home was written to since the copies were filled."""
+        return self._versions != self._now()
 
     def copies_down(self) -> list[Copy]:
         """The copies that fill the device's memory from the homes."""

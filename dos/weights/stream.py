@@ -42,9 +42,10 @@ class WeightStream:
     """
 
     # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but
-    # for the last, which backward needs at once. In backward `before_use` does the same for what a saved tensor or a
-    # recomputed forward asks for, in reverse; it is freed once the gradient of its input is there, and whatever is left
-    # when backward ends. Forwards within backward free nothing: what they have computed is for the backward to come.
+    # for the last of the window, which backward needs at once. In backward `before_use` does the same for what a saved
+    # tensor or a recomputed forward asks for, in reverse; a block is freed once the gradient of its input is there, and
+    # the rest when backward ends, but for the first of the window, which the next forward uses unless a step comes.
+    # Forwards within backward free nothing: what they have computed is for the backward to come.
     #
     # Autograd runs, of the nodes that can run, the one that was made last. So when it comes to the node that has made
     # a block's input, all nodes of the block have run, with those that write gradients of its copies, and with those
@@ -69,7 +70,10 @@ class WeightStream:
         """The block that forward used after each, the last time."""
         self._before_that = {after: before for before, after in self._next.items()}
         self._last_run: Block | None = None
-        self._last_of_forward: Block | None = self.blocks[-1]
+        self._order = list(self.blocks)
+        """As the last forward has used them."""
+        self._first, self._last = self._ends()
+        """The blocks that stream and are used first, and last, as many as the window holds."""
         self._forwards = 0
         self._backwards: set[int] = set()
         """The numbers of the backwards whose end is awaited."""
@@ -97,7 +101,7 @@ class WeightStream:
         _of_model[model] = self
 
     def all_copies(self) -> list[Tensor]:
-        """Those of all blocks."""
+        """The copies of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]
 
     @property
@@ -146,7 +150,10 @@ class WeightStream:
             return  # the model itself is recomputed
         # What an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
-            self.free_all()
+            for block in self.blocks:
+                if block not in self._first or block.stale:
+                    self._free(block)
+            self._order = []
         self._forwards += 1
         self._graphs += torch.is_grad_enabled()
         self._last_run = None
@@ -159,14 +166,18 @@ class WeightStream:
         if in_backward():
             return
         self._forwards = max(0, self._forwards - 1)
-        self._last_of_forward = self._last_run
+        self._first, self._last = self._ends()
         for block in self.blocks:
             if block.running:
                 block.running = 0
                 block.use_homes()
-            # Where no graph was made, no backward needs the last one.
-            if block is not self._last_run or not torch.is_grad_enabled():
+            # Where no graph was made, no backward needs the last ones.
+            if block not in self._last or not torch.is_grad_enabled():
                 self._free(block)
+
+    def _ends(self) -> tuple[frozenset[Block], frozenset[Block]]:
+        used = [block for block in dict.fromkeys(self._order) if block.streams]
+        return frozenset(used[:WINDOW]), frozenset(used[-WINDOW:])
 
     @exclusive
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -184,6 +195,7 @@ class WeightStream:
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
+            self._order.append(block)
         # Not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1
@@ -203,7 +215,7 @@ class WeightStream:
             return
         if torch.is_grad_enabled():
             self._watch_outputs(block, output)
-        if block is not self._last_of_forward or not torch.is_grad_enabled():
+        if block not in self._last or not torch.is_grad_enabled():
             self._free(block)
 
     # Backward.
@@ -280,16 +292,17 @@ class WeightStream:
     @exclusive
     def _passed(self, block: Block) -> None:
         """Backward has come past the block."""
-        if block.touched and not block.running:
+        if block.touched and not block.running and block not in self._first:
             self._free(block)
 
     @exclusive
     def _backward_ends(self) -> None:
-        """Free what backward has not come past, such as the first block, whose input needs no gradient."""
+        """Free what backward has not come past, such as a block whose input needs no gradient."""
         self._backwards.clear()
         for block in self.blocks:
-            if block.touched and not block.running:
+            if block.touched and not block.running and block not in self._first:
                 self._free(block)
+            block.touched = False
 
     # Transfers.
 
@@ -386,7 +399,7 @@ class _Reading:
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
-    """What moves the weights of this model, if they stream."""
+    """The stream of this model's weights, if they stream."""
     return _of_model.get(model)
 
 

@@ -5,6 +5,7 @@
 Trains a small GPT on the emulated accelerator with the proportions of an H100 node whose host has half the memory
 bandwidth. Beside weights, gradients and all saved tensors there is room for all of the state, half of it, or none.
 Iterations are measured, and predicted by simulating the plans that were run; the best plan's are simulated, too.
+Exits with 1 if a limit is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import (
+    Limit,
     Progress,
     all_equal,
     bits_of,
@@ -54,6 +56,10 @@ WARM_UP = 7
 """Blocks that do not count: plans are searched for a piece in each iteration."""
 WAYS: dict[str, float | str] = {"stay": 0.0, "all leave": 1.0, "auto": "auto"}
 """By the name of the row: `activations` of `DOSAdam.attach`."""
+MOST_OVER_BEST = 1.03
+"""Times the better of nothing and all that "auto" takes at most."""
+MOST_OFF = 0.1
+"""Between a measured iteration and the prediction for its plan, as a share of the prediction."""
 
 
 class Setting(NamedTuple):
@@ -242,8 +248,26 @@ def measure(rounds: int, on_progress: Progress) -> list[dict[str, Any]]:
     return rows
 
 
+def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
+    """Limits of all rows, by what is wrong if they are missed."""
+    found = []
+    for row in rows:
+        where = f"{row['state_fits']} of the state fits, {row['activations']}"
+        off = abs(row["iteration_s"] / row["predicted_s"] - 1)
+        found += [
+            Limit.at_most(f"{where}: capacity exceeded", row["peak_bytes"], row["capacity"]),
+            Limit.at_most(f"{where}: other bits than the first run", not row["bits_equal"], 0),
+            Limit.at_most(f"{where}: off the prediction by more than {MOST_OFF:.0%}", off, MOST_OFF),
+        ]
+        if row["activations"] == "auto":
+            alike = [r for r in rows if r["state_fits"] == row["state_fits"] and r is not row]
+            over = row["iteration_s"] / min(r["iteration_s"] for r in alike)
+            found.append(Limit.at_most(f"{where}: slower than the better of nothing and all", over, MOST_OVER_BEST))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; the last line is one JSON object with --json."""
+    """Measure and print; the last line is one JSON object with --json. Exit status 1 if a limit is missed."""
     parser = Parser("activations", __doc__)
     parser.add_json()
     parser.add_count("rounds", 5, "of all ways in turn")
@@ -251,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with measuring(arguments.json) as (console, progress):
         rows = measure(arguments.rounds, progress)
     console.print(table_of("Seconds of an iteration on the emulated accelerator", rows, left=2))
-    return finish({"rows": rows}, console, arguments.json)
+    return finish({"rows": rows}, console, arguments.json, limits(rows))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, accumulate, instruction_sets
+from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, instruction_sets
 from dos.machine.host_memory import available_bytes
 from experiments.command import Parser, table_of
 from experiments.harness import finish, measuring, medians, ratio, take_turns, timed
@@ -37,7 +37,7 @@ _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, s
 _BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
 # Per parameter, read and written.
 _BYTES_MOVED = {name: state.update_traffic for name, state in (("mixed", MIXED), ("split", SPLIT), ("int8", CODED))}
-_BYTES_MOVED |= {"fp32": 28, "accumulate": 10}
+_BYTES_MOVED["fp32"] = 28
 
 Contenders = dict[str, Callable[[], None]]
 
@@ -94,11 +94,7 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
         )
         fp32["deepspeed"] = deepspeed_step
         mixed["deepspeed_path"] = with_casts(deepspeed_step)
-    accumulation: Contenders = {
-        "ours": lambda: accumulate(grad_bf16, grad, threads=threads),
-        "bandwidth": stream(grad_bf16, [grad], threads=threads),
-    }
-    return {"fp32": fp32, "mixed": mixed, "split": split, "int8": int8, "accumulate": accumulation}
+    return {"fp32": fp32, "mixed": mixed, "split": split, "int8": int8}
 
 
 def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:

@@ -11,7 +11,6 @@ besides. Batches grow until no row fits any more.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
@@ -25,15 +24,15 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import equal_subgroups, slowed
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 
 CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
 DTYPE = torch.bfloat16
-BATCHES = (1, 2, 4, 8, 12)
-"""Sequences."""
+BATCHES = (1, 2, 3, 4, 6)
+"""Sequences; of more the saved tensors do not fit beside two blocks."""
 FORWARD_S = 0.05
 """Seconds of forward for a sequence; backward takes twice as long."""
 UPDATE_S = 0.5
@@ -92,23 +91,29 @@ def _sleep_until(moment: float) -> None:
 class Run:
     """Training one batch in one way, on a device of its own."""
 
-    def __init__(self, profile: HardwareProfile, capacity: int, way: str, batch: int, forward_s: float) -> None:
+    def __init__(self, profile: HardwareProfile, capacity: int, way: str, batch: int) -> None:
         torch.manual_seed(0)
         self.model = GPT(CONFIG, dtype=DTYPE)
         weights = WAYS[way]
         occupied = sum(p.nbytes for p in self.model.parameters()) if weights is None else 0
         self.device = Waiting(profile, capacity, occupied)
-        each_s = batch * forward_s / len(self.model.blocks)
+        each_s = batch * FORWARD_S / len(self.model.blocks)
         self.model.blocks = nn.ModuleList(Paced(block, self.device, each_s) for block in self.model.blocks)
         self.optimizer = DOSAdam(self.model.parameters(), device=self.device, offload_gradients=True)
         self.optimizer.attach(self.model, activations="auto", weights=weights)
 
     def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
-        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end."""
+        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end.
+
+        Raises Dropped if the device has too little memory for this batch.
+        """
         first, *others = batches
-        self._train([first])
-        seconds = timed(lambda: self._train(others)) / len(others)
-        self.optimizer.synchronize()
+        try:
+            self._train([first])
+            seconds = timed(lambda: self._train(others)) / len(others)
+            self.optimizer.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise Dropped from error
         return seconds
 
     def _train(self, batches: Sequence[Sequence[Tensor]]) -> None:
@@ -116,19 +121,6 @@ class Run:
             self.model(*(tensor.clone() for tensor in batch)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-
-def fits(profile: HardwareProfile, capacity: int, way: str, batch: int) -> bool:
-    """Whether a few iterations run without running out of memory."""
-    run = Run(profile, capacity, way, batch, forward_s=0.0)
-    try:
-        run.iterate(_batches(batch, 1)[:BLOCK])
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        del run
-        gc.collect()
-    return True
 
 
 def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
@@ -144,14 +136,13 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
     capacity = int(numel * DTYPE.itemsize / WEIGHTS_SHARE)
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        ways = [way for way in WAYS if fits(profile, capacity, way, batch)]
-        runs = {way: Run(profile, capacity, way, batch, FORWARD_S) for way in ways}
+        runs = {way: Run(profile, capacity, way, batch) for way in WAYS}
         on_progress(f"batch {batch}")
         data = _batches(batch, WARM_UP + rounds)
         turns = [data[first : first + BLOCK] for first in range(0, len(data), BLOCK)]
         seconds = take_turns({way: run.iterate for way, run in runs.items()}, turns, warm_up=WARM_UP)
         first: list[Tensor] = []
-        for way, run in runs.items():
+        for way, run in ((way, runs[way]) for way in WAYS if len(seconds[way]) == rounds):
             bits = bits_of(run.model, run.optimizer)
             first = first or bits
             found = run.optimizer.metrics()

@@ -83,11 +83,8 @@ def _accumulation(situation: Situation) -> str:
     question = situation.question
     if not question.accumulation:
         return "one micro-batch in each step (--no-accumulation), so gradients come as activations go"
-    where = "stay beside the next one's activations"
-    if question.offload_gradients:
-        where = f"add up on the host, in {'their own dtype' if question.native_gradients else 'float32'}"
-    elif question.offload_parameters:
-        where = "add up on the host"
+    on_host = question.offload_gradients or question.offload_parameters
+    where = "add up on the host" if on_host else "stay beside the next one's activations"
     peak = situation.device.peak_bytes()
     less = f", and a peak of {format_bytes(peak)}" if peak < situation.peak else ""
     times = "one (--accumulation N)" if question.micro_batches == 1 else f"{question.micro_batches}"

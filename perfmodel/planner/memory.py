@@ -22,7 +22,6 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
         return host_footprint(
             numel,
             question.value_bytes,
-            offload_gradients=question.offload_gradients and question.accumulation and not question.native_gradients,
             accelerated=not question.offload_parameters,
             values=question.format.values,
             state_format=question.state_format,
@@ -31,8 +30,7 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
     found = footprint(numel)
     if not question.offload_gradients:
         return found
-    whole = footprint(question.state_numel)
-    return dataclasses.replace(found, gradient_staging=whole.gradient_staging, accumulated=whole.accumulated)
+    return dataclasses.replace(found, gradient_staging=footprint(question.state_numel).gradient_staging)
 
 
 def held_bytes(question: Question) -> float:
@@ -59,8 +57,7 @@ def spill(question: Question, taken: int) -> Spill:
     if question.host_bytes is None or question.disk_bytes is None:
         return Spill(numel)
     if question.offload_gradients:
-        gradients = host_bytes(question, numel)
-        taken += gradients.accumulated + gradients.gradient_staging
+        taken += host_bytes(question, numel).gradient_staging
     free_bytes = (question.host_bytes - question.reserved_on_host) / question.per_node - taken
     if numel * parameter_bytes <= free_bytes:
         return Spill(numel)

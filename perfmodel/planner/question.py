@@ -87,7 +87,6 @@ class Question:
     flops_rate: float = math.inf
     flops_source: str = ""
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
-    native_gradients: bool = option(False, "those add up in their own dtype: offload_gradients='native'")
     offload_activations: float | str = option(
         0.0,
         "saved tensors that move to the host: none (default), a share, or as much as makes it fit and fastest",
@@ -143,8 +142,6 @@ class Question:
                 "--offload-parameters is FSDP2's CPUOffloadPolicy, found without --fsdp; add --fsdp, "
                 "which one GPU may have, too"
             )
-        if self.native_gradients and not self.offload_gradients:
-            raise ValueError("--native-gradients is of gradients that are offloaded; add --offload-gradients")
         if self.offload_parameters and (self.offload_gradients or self.offload_activations or self.disk_bytes):
             raise ValueError(
                 "with --offload-parameters gradients and state are on the host, and DOSAdam has nothing on the "

@@ -8,7 +8,7 @@ import math
 from itertools import accumulate
 
 from perfmodel.demand import demand, operation_demand
-from perfmodel.footprint import FP32_BYTES, DeviceBytes
+from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
@@ -222,10 +222,9 @@ class Situation:
     def _load(self, numel: int) -> SubgroupLoad:
         """A subgroup of so many parameters."""
         question = self.question
-        each = FP32_BYTES if question.accumulation and not question.native_gradients else question.value_bytes
         return dataclasses.replace(
             SubgroupLoad.of(numel, question.format),
-            returned_bytes=numel * each * question.offload_gradients,
+            returned_bytes=numel * question.value_bytes * question.offload_gradients,
             host_bytes=int(numel * held_bytes(question)),
         )
 

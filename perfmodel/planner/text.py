@@ -243,7 +243,6 @@ def _memory(answer: Answer) -> Table:
         "optimizer state: moments": (None, host.moments),
         "staging of gradients": (None, host.gradient_staging),
         "staging of parameters": (None, host.parameter_staging),
-        "gradients accumulated": (None, host.accumulated),
         "windows for state on disk": (None, situation.spill.window_bytes),
         "state resident beside the peak": (answer.resident_state,),
         "needed by a rank": (None, answer.host_per_rank, situation.disk_per_rank),

@@ -56,29 +56,25 @@ SOLD = {
     Effect.DISK: ("disk_bytes", [tb * 10**12 for tb in (1, 2, 4, 8, 16, 32, 64)]),
 }
 """Memory that a remedy may buy, and the sizes in which hosts and the disks of a node are sold, in bytes."""
-ON_DEVICE = {"offload_gradients": False, "native_gradients": False}
 AUTO = {"offload_activations": "auto"}
 STEPS = (
-    Step(ON_DEVICE),
     Step({"fsdp": True, "zero": 0}),
     Step({"replicas": 1}),
     Step({"fused_loss": True}),
     Step({"checkpointing": True}),
     Step({"offload_gradients": True}),
-    Step({"native_gradients": True}),
     Step(AUTO),
     *(Step({name: max(sizes)}, effect) for effect, (name, sizes) in SOLD.items()),
     Step({"accumulation": False, "micro_batches": 1}, Effect.TRAINING),
     Step({"batch": 1}, Effect.TRAINING),
     Step({"state_format": INT8}, Effect.ROUNDING),
-    Step({"offload_parameters": True, "offload_activations": 0.0, **ON_DEVICE}),
+    Step({"offload_parameters": True, "offload_gradients": False, "offload_activations": 0.0}),
 )
 """In the order in which they are tried: what can cost the least time comes first.
 
-Gradients that stay on the GPU save host memory and copies. FSDP2 over all ranks divides the update. A fused loss
-computes nothing twice. Checkpointing computes each block once more, a third of the compute at most. Offloaded gradients
-are copied down and up, and where they add up in their own dtype they need less of the host. Saved tensors are copied
-down and up in each micro-batch. Parameters on the host are copied in each pass: only if nothing else is enough.
+FSDP2 over all ranks divides the update. A fused loss computes nothing twice. Checkpointing computes each block once
+more, a third of the compute at most. Offloaded gradients are copied down and up. Saved tensors are copied down and up
+in each micro-batch. Parameters on the host are copied in each pass: only if nothing else is enough.
 """
 
 

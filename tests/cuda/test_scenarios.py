@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice, _leftovers_of
+from dos.planning.forecast import MARGIN
 from perfmodel import Lane, Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory, late
 from tests.support.random_plans import RandomPlans
@@ -152,24 +153,29 @@ def test_memory_falls_while_windows_are_full(attached: bool, tmp_path: Path, mon
         yield start
 
     def between(optimizer: DOSAdam, step: int) -> None:
-        lib.sim_others(others[step % len(others)])
-        held.append(optimizer.metrics().get("memory_held_bytes", 0))
+        torch.cuda.empty_cache()  # what is there no other process can take
+        tight = step % 5 > 1
+        lib.sim_others(total - torch.cuda.memory_allocated() - left if tight else 0)
+        found = optimizer.metrics()
+        held.append(found.get("memory_held_bytes", 0))
+        on_disk.append(found.get("disk_held_bytes", 0))
 
     free_memory()
-    total, held = 64 << 20, list[float]()
-    others = [0, total // 2, 0, total - (9 << 20), total - (6 << 20) - (1 << 19)]
+    total, held, on_disk = 64 << 20, list[float](), list[float]()
+    left = int(0.75 * MARGIN * total)
     model: dict[str, Any] = {"layers": 16, "steps": 12, "attached": attached}
-    on_disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "memory_interval": 0.01, "profile": "h100"}
+    disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "memory_interval": 0.01, "profile": "h100"}
     expected = run(with_policy("cpu"), **model)
     monkeypatch.setattr(CudaDevice, "disk_io", slow)
     lib.sim_capacity(total)
     try:
-        assert run(with_policy("adaptive", 100_000, **on_disk), between=between, **model) == expected
+        assert run(with_policy("adaptive", 100_000, **disk), between=between, **model) == expected
     finally:
         lib.sim_others(0)
         lib.sim_capacity(4 << 30)
-    if not attached:  # then slots are free again before the next forward, and all state has room
-        assert min(held[held.index(max(held)) :]) < max(held), f"state comes and makes room: {held}"
+    first = held.index(max(held))
+    assert min(held[first:]) < 0.75 * max(held), f"state comes and makes room: {held}"
+    assert max(on_disk[first:]) > 0, f"the host has no room for all of it: {on_disk}"
 
 
 @pytest.mark.parametrize("ends", ["forward", "backward", "step"])
@@ -189,6 +195,7 @@ def test_an_optimizer_goes_while_its_copies_run(ends: str) -> None:
             optimizer.step()
         del model, optimizer, loss
         gc.collect()
+        CudaDevice(torch.device(DEVICE, 0)).launch(0, lambda: None, 1)  # looks for what finished copies kept
     torch.cuda.synchronize()
     device = CudaDevice(torch.device(DEVICE, 0))
     device.launch(0, lambda: None, 1).wait()

@@ -10,6 +10,7 @@ import pytest
 from dos.calibration.measure import MINIMUM
 from experiments.bench import activations, disk, emulation, formats, kernel, overhead, overlap
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
+from experiments.harness import missed
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
@@ -50,7 +51,7 @@ def test_a_row_of_the_overhead_experiment(where: str) -> None:
 
 def test_rates_of_the_kernels() -> None:
     contenders = kernel.build_contenders(10_240, threads=1)
-    assert list(contenders) == ["fp32", "mixed", "split", "int8", "accumulate"]
+    assert list(contenders) == ["fp32", "mixed", "split", "int8"]
     for each in contenders.values():
         found = kernel.summarise(kernel.measure(each, 2), 10_240)
         assert set(found) >= {"gparams_per_s", "ratio_to_bandwidth"}
@@ -114,6 +115,17 @@ def test_what_leaves_is_planned_with_state() -> None:
             assert leave - stay <= 0.05 * 3 * setting.forward_s, "links have the room"
         if state_fits == "half":
             assert 1.1 * planned <= min(stay, leave)
+
+
+def test_limits_of_what_leaves() -> None:
+    good = {"state_fits": "half", "iteration_s": 1.0, "predicted_s": 0.95, "peak_bytes": 9, "capacity": 9}
+    rows = [{**good, "activations": way, "bits_equal": True} for way in activations.WAYS]
+    assert missed(activations.limits(rows)) == []
+    assert activations.limits(rows)[-1].measured == 1.0, "against its own setting alone"
+    for wrong in ({"iteration_s": 1.04}, {"predicted_s": 0.9}, {"peak_bytes": 10}, {"bits_equal": False}):
+        assert len(missed(activations.limits([*rows[:-1], rows[-1] | wrong]))) == 1, wrong
+    faster = {"state_fits": "all", "iteration_s": 0.5, "predicted_s": 0.5}
+    assert missed(activations.limits([*rows, *(row | faster for row in rows)])) == []
 
 
 def test_rows_of_the_disk_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

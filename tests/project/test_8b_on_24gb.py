@@ -23,19 +23,12 @@ LLAMA_31_8B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
 LLAMA_2_7B = {**LLAMA_31_8B, "intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 32000}
-NATIVE = ["--accumulation", "8", "--native-gradients"]
-TRAINED = {
-    "exact": NATIVE,
-    "exact, gradients adding up in float32": ["--accumulation", "8"],
-    "`--state-format int8`": ["--state-format", "int8", *NATIVE],
-    "`--state-format int8`, gradients adding up in float32": ["--state-format", "int8", "--accumulation", "8"],
-}
+TRAINED = {"exact": [], "`--state-format int8`": ["--state-format", "int8"]}
 """The rows of the host's memory in docs/8b-on-24gb.md, by what they ask of the planner."""
 
 
 DESKTOPS = ("rtx-3090", "rtx-4090", "rtx-5090")
 ON_24_GB = ("--checkpointing", "--offload-gradients")
-FUSED = ("--no-accumulation", "--fused-loss")
 
 
 def tables(name: str) -> Iterator[dict[str, list[str]]]:
@@ -52,7 +45,7 @@ def table_of(heading: str) -> dict[str, list[str]]:
 
 def one_and_eight_s(*line: str) -> list[float]:
     """Seconds of an iteration with one micro-batch, and with eight."""
-    return [adaptive_outcome(Situation(asked(*line, *more)[0])).seconds for more in (["--no-accumulation"], NATIVE)]
+    return [adaptive_outcome(Situation(asked(*line, "--accumulation", n)[0])).seconds for n in ("1", "8")]
 
 
 @pytest.fixture(params=[(LLAMA_31_8B, "8B", 0), (LLAMA_2_7B, "7B", 1)], ids=["8B", "7B"])
@@ -70,7 +63,7 @@ def test_host_memory_of_8b_on_24_gb_is_the_planners(model: tuple[str, str, int])
     for row, options in TRAINED.items():
         each, *sizes = host[row]
         least = sizes[2 + column].replace(" ", "")
-        smaller = {"64GB": "48GB", "96GB": "64GB", "128GB": "96GB", "192GB": "128GB"}[least]
+        smaller = {"64GB": "48GB", "96GB": "64GB", "128GB": "96GB"}[least]
         line = [config, "--machine", "rtx-4090", *ON_24_GB, *options, "--host"]
         question, _ = asked(*line, least)
         found = Situation(question)
@@ -89,7 +82,7 @@ def test_speeds_of_8b_on_24_gb_are_the_planners(model: tuple[str, str, int], mac
     column, row = DESKTOPS.index(machine), f"{name}, {state_format}"
     int8 = ["--state-format", "int8"] if state_format == "int8" else []
     line = [config, "--machine", machine, "--host", "128GB", *ON_24_GB, *int8]
-    best = fastest_batch(asked(*line, *FUSED)[0])
+    best = fastest_batch(asked(*line, "--fused-loss")[0])
     assert best
     question, outcome = best
     tokens, batch = fastest[row][column].replace(",", "").strip(")").split(" (")
@@ -115,12 +108,12 @@ def test_what_8b_on_24_gb_says_of_drives_and_of_zero_3_is_the_planners(model: tu
         line += ["--host", "128GB"]
         one, eight = one_and_eight_s(*line)
         assert f"on the RTX 4090 {2048 / one:,.0f} tokens per second become {8 * 2048 / eight:,.0f}" in text
-        best = fastest_batch(asked(*line, *FUSED, "--seq", "1024")[0])
+        best = fastest_batch(asked(*line, "--fused-loss", "--seq", "1024")[0])
         assert best
         tokens = best[0].step_tokens / best[1].seconds
         assert f"has room for {best[0].batch} beside the weights and predicts {tokens:,.0f} tokens per second" in text
         readme = " ".join(pages.page("README").read_text().split())
-        best = fastest_batch(asked(*line, *FUSED)[0])
+        best = fastest_batch(asked(*line, "--fused-loss")[0])
         assert best
         tokens = best[0].step_tokens / best[1].seconds
         for said in (readme, " ".join(pages.page("choosing").read_text().split())):

@@ -17,13 +17,17 @@ torch.utils.rename_privateuse1_backend(KIND)
 torch.ops.load_library(_path)
 lib = ctypes.CDLL(_path)
 """sim_delays(share, most microseconds) of work, sim_capacity(bytes), sim_others(bytes) that other processes hold,
-sim_fail_in(n): the allocation after n others fails, sim_fail_share(share, seed): such a share of them does."""
+sim_fail_in(n): the allocation after n others fails, sim_fail_share(share, seed): such a share of them does.
+sim_launch(function, number): queue a call. sim_shadow(): from an address to where a call finds what is there."""
 lib.orHostRegister.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 lib.orHostUnregister.argtypes = [ctypes.c_void_p]
 lib.sim_delays.argtypes = [ctypes.c_double, ctypes.c_int]
 lib.sim_capacity.argtypes = lib.sim_others.argtypes = [ctypes.c_size_t]
 lib.sim_fail_in.argtypes = [ctypes.c_long]
 lib.sim_fail_share.argtypes = [ctypes.c_double, ctypes.c_uint]
+LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.c_long)
+lib.sim_launch.argtypes = [LAUNCHED, ctypes.c_long]
+lib.sim_shadow.restype = ctypes.c_long
 lib.sim_faults()
 
 _accelerator: Any = torch.accelerator

@@ -5,6 +5,8 @@ pytest loads it before it imports a test, so that all of `dos` finds the acceler
 
 from __future__ import annotations
 
+import pytest
+
 from tests.simdev import as_cuda
 from tests.simdev.accelerator import KIND
 
@@ -15,6 +17,15 @@ from dos.devices import cuda  # noqa: E402
 
 cuda.TYPE = KIND
 
+from dos.kernels.gpu_update import GpuBatch  # noqa: E402
+from tests.simdev import kernel  # noqa: E402
 from tests.support.gpu import SHRINK  # noqa: E402
 
 offload.LEAST_BYTES //= SHRINK  # as the models are smaller
+
+_by_torch = GpuBatch.prepare
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """One launch of the CPU's kernel updates, but in the tests of the GPU's, which are there by torch operations."""
+    GpuBatch.prepare = _by_torch if item.path.name == "test_gpu_kernels.py" else kernel.prepare  # type: ignore[method-assign]

@@ -360,12 +360,14 @@ struct PinnedAllocator final : c10::Allocator {
     return {address, new HostBlock{address, size}, &release, c10::Device(c10::DeviceType::CPU)};
   }
   static void release(void* context) {
-    auto* block = static_cast<HostBlock*>(context);
-    sync_all();  // torch's own keeps it until the streams that used it are done
-    std::lock_guard<std::mutex> held(pinned_mutex);
-    pinned.erase((char*)block->address);
-    munmap(block->address, block->size);
-    delete block;
+    // torch's own keeps it until the streams that used it are done. On a thread, for the caller may hold Python's lock.
+    std::thread([block = static_cast<HostBlock*>(context)] {
+      sync_all();
+      std::lock_guard<std::mutex> held(pinned_mutex);
+      pinned.erase((char*)block->address);
+      munmap(block->address, block->size);
+      delete block;
+    }).detach();
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override { memcpy(to, from, n); }
@@ -810,6 +812,11 @@ void sim_faults() {
 void sim_sleep(int us) {
   queue(current_stream).put("sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
 }
+void sim_launch(void (*run)(long), long number) {
+  queue(current_stream).put("launch", [=] { run(number); });
+}
+long sim_shadow() { return shadow_base - protected_base; }
+void sim_empty_cache() { allocator().emptyCache({0, 0}); }
 void sim_sync_debug(int on) { forbid_sync = on; }
 void sim_delays(double probability, int most_us) { config.probability = probability, config.most_us = most_us; }
 void sim_capacity(size_t bytes) {

@@ -23,8 +23,8 @@ RACES = (
     "test_weights.py::test_homes_are_copied_as_a_whole",
     "test_weights.py::test_device_memory_of_weights_is_given_back",
 )
-FALLS = "tests/cuda/test_scenarios.py::test_memory_falls_while_windows_are_full"
-"""Takes a quarter of a minute."""
+LONG = ("test_memory_falls_while_windows_are_full", "test_a_peak_of_the_first_forward_leaves_state_what_is_left")
+"""Scenarios that take a quarter of a minute together."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,10 +44,12 @@ def passed(*arguments: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.timeout(300)
-def test_scenarios_and_some_races() -> None:
+@pytest.mark.timeout(600)
+def test_late_copies_scenarios_and_some_races() -> None:
+    files = "tests/cuda/test_late.py", "tests/cuda/test_scenarios.py"
     races = [f"tests/cuda/{name}" for name in RACES]
-    assert passed("tests/cuda/test_scenarios.py", "--deselect", FALLS, *races) > 20
+    long = [f"--deselect={files[1]}::{name}" for name in LONG]
+    assert passed(*files, *races, *long) > 50
 
 
 @pytest.mark.slow

@@ -61,20 +61,59 @@ def jittery_device(seed: int) -> LateDevice:
     return LateDevice(lambda op: drawn.uniform(0, 2e-3))
 
 
-class Unreliable(EmulatedDevice):
-    """Fails to allocate with this probability, whatever is free. failures: how often it has."""
+class Amount:
+    """Bytes that a test sets, for `occupied` and `neighbour` of an emulated device."""
 
-    def __init__(self, failing: float, capacity: int = 10**6, seed: int = 0) -> None:
-        super().__init__(FAST, capacity)
-        self.failing = failing
-        self.random = random.Random(seed)
-        self.failures = 0
+    nbytes = 0
+
+    def __call__(self) -> int:
+        return self.nbytes
+
+
+LIES: dict[str, Callable[[Memory], Memory]] = {
+    "all is free": lambda true: Memory(true.total, true.total),
+    "nothing is free": lambda true: Memory(0, true.total),
+    "nonsense": lambda true: Memory(-1, 10),
+}
+"""What a device says of its memory instead."""
+
+
+class Unreliable(EmulatedDevice):
+    """Fails to allocate, is late, and tells of its memory what is not so, each now and then.
+
+    failing: how often it does not allocate, whatever is free. failures: how often it has not.
+    late: the most seconds by which a copy or update is late. lie: of `LIES`, told at every third reading.
+    """
+
+    def __init__(
+        self,
+        failing: float = 0.0,
+        capacity: int = 10**6,
+        seed: int = 0,
+        *,
+        late: float = 0.0,
+        lie: str | None = None,
+        profile: HardwareProfile = FAST,
+        **memory: Any,
+    ) -> None:
+        self.failing, self.late, self.lie = failing, late, lie
+        self.random, self.failures, self.readings = random.Random(seed), 0, 0
+        super().__init__(profile, capacity, **memory)
+
+    def _queue(self, op: Op, subgroup: int, work: Callable[[], None], *rest: Any) -> Job:
+        seconds = self.random.uniform(0, self.late) if self.late else 0.0
+        return super()._queue(op, subgroup, lambda: (time.sleep(seconds) if seconds else None, work())[1], *rest)
 
     def allocate(self, nbytes: int) -> Tensor:
         if self.random.random() < self.failing:
             self.failures += 1
             raise torch.OutOfMemoryError("so it was rolled")
         return super().allocate(nbytes)
+
+    def memory(self) -> Memory:
+        true = super().memory()
+        self.readings += 1
+        return true if self.lie is None or self.readings % 3 else LIES[self.lie](true)
 
 
 class Asked(NamedTuple):

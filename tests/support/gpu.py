@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dos.devices import cuda
+from dos.devices.cuda import _streams_of
 from perfmodel import Op
 
 DEVICE = cuda.TYPE
@@ -36,5 +37,5 @@ def free_memory() -> None:
 
 def late(op: Op, seconds: float = 0.05) -> None:
     """Let all that is queued for this operation from now on begin later."""
-    with torch.cuda.stream(cuda._streams_of(torch.device(DEVICE, 0))[0][op]):
+    with torch.cuda.stream(_streams_of(torch.device(DEVICE, 0))[0][op]):
         torch.cuda._sleep(int(seconds * 1e9))

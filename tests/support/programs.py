@@ -91,7 +91,6 @@ PROGRAMS = [
     Program("cpu", offload_gradients=True),
     Program("stride:2", offload_gradients=True, attached=True, clipped=True),
     Program(0.0, offload_gradients=True),
-    Program("stride:2", offload_gradients="native", attached=True),
     Program("cpu", disk=True),
     Program("stride:2", disk=True, attached=True),
     Program(0.5, disk=True, offload_gradients=True),

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what is trained, plans that change at every step, and plans of one placement."""
+"""Hypothesis strategies for saved tensors, plans that change at every call, and plans of one placement."""
 
 from __future__ import annotations
 
@@ -6,21 +6,9 @@ import random
 
 from hypothesis import strategies as st
 
+from dos.planning.policies import AdaptivePolicy
 from perfmodel import Placement, Plan, Workload
 from perfmodel.workload import SavedTensors
-
-SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
-
-GROUPS = st.fixed_dictionaries(
-    {
-        "lr": st.floats(0, 1),
-        "betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
-        "eps": st.sampled_from([0.0, 1e-8, 1e-3]),
-        "weight_decay": st.sampled_from([0.0, 0.01, 1.0]),
-        "amsgrad": st.booleans(),
-        "maximize": st.booleans(),
-    }
-)
 
 
 @st.composite
@@ -47,7 +35,42 @@ class RandomPlans:
         return Plan(tuple(self.random.choices(list(Placement), k=n)), tuple(order), self.slots, leaving)
 
 
+class ChangingPlans(AdaptivePolicy):
+    """The same at every call, of which there are two in an iteration: as backward begins, and in the update."""
+
+    def __init__(self, seed: int, slots: int) -> None:
+        super().__init__()
+        self.plans = RandomPlans(seed, slots)
+
+    def __call__(self, workload: Workload) -> Plan:
+        return self.plans(workload)
+
+
 def all_in(placement: Placement, workload: Workload, slots: int = 0) -> Plan:
     """All subgroups in one place."""
     n = len(workload.subgroups)
     return Plan((placement,) * n, tuple(range(n)), slots)
+
+
+class Changes(AdaptivePolicy):
+    """Another plan at every call, of which there are two in an iteration: as backward begins, and in the update."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def __call__(self, workload: Workload) -> Plan:
+        n = len(workload.subgroups)
+        placements = tuple(self.random.choices(list(Placement), [1, 1, 2], k=n))
+        return Plan(placements, tuple(self.random.sample(range(n), n)), slots=2)
+
+
+class InTurn(AdaptivePolicy):
+    """All subgroups in one place, at each call the next; the last one stays."""
+
+    def __init__(self, *placements: Placement) -> None:
+        super().__init__()
+        self.placements = list(placements)
+
+    def __call__(self, workload: Workload) -> Plan:
+        return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)

@@ -169,7 +169,7 @@ class DiskFile:
         map_memory(address, nbytes, self.buffered, offset)
 
     def sync_mappings(self) -> None:
-        """What was written through mappings is there for direct reads; others see it anyway. Raises DiskError."""
+        """Make writes through mappings visible to direct reads; others see them anyway. Raises DiskError."""
         try:
             if self.direct:
                 os.fdatasync(self.buffered)

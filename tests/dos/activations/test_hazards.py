@@ -126,24 +126,17 @@ def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, R
     return runtime, device, optimizer, offload
 
 
-def forward(device: Reusing, optimizer: DOSAdam, most: float = 1) -> tuple[Tensor, Tensor]:
+def forward(device: Reusing, optimizer: DOSAdam) -> tuple[Tensor, Tensor]:
     with optimizer.offload_activations(1.0):
-        return layers(device, most)
+        return layers(device)
 
 
-def layers(device: Reusing, most: float = 1) -> tuple[Tensor, Tensor]:
-    values = torch.linspace(-1, most, N)
+def layers(device: Reusing) -> tuple[Tensor, Tensor]:
+    values = torch.linspace(-1, 1, N)
     x = y = device.new(lambda: values).requires_grad_()
     for _ in range(LAYERS):
         y = Layer.apply(y, device)
     return x, y
-
-
-def stream_behind(runtime: Runtime) -> FakeStream:
-    """Another stream, which waits for what the caller's has queued."""
-    other = FakeStream(runtime)
-    other.wait_record(runtime.caller.record())
-    return other
 
 
 def ones(device: Reusing) -> Tensor:
@@ -153,30 +146,6 @@ def ones(device: Reusing) -> Tensor:
 def read(runtime: Runtime, tensor: Tensor, stream: Any = None) -> Tensor:
     runtime.complete((stream or runtime.current_stream()).record())
     return tensor.detach().clone()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_no_order_of_work_changes_a_bit(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, device, optimizer, offload = start(monkeypatch, seed)
-    for _ in range(3):  # blocks on the host are used again
-        x, y = forward(device, optimizer)
-        (slope,) = torch.autograd.grad(y, x, ones(device))
-        del y
-        assert torch.equal(read(runtime, slope), expected())
-    assert offload.pool.used == 0
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_backward_may_run_on_another_stream(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, device, optimizer, _ = start(monkeypatch, seed)
-    for _ in range(2):
-        x, y = forward(device, optimizer)
-        other = stream_behind(runtime)
-        with runtime.stream(other):
-            (slope,) = torch.autograd.grad(y, x, ones(device))
-            del y
-            found = read(runtime, slope)
-        assert torch.equal(found, expected())
 
 
 @pytest.mark.parametrize("layers_each", [1, LAYERS // 2])
@@ -200,23 +169,21 @@ def test_the_streams_of_forward_may_change(seed: int | None, layers_each: int, m
     assert torch.equal(read(runtime, slope), expected())
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
-    seed: int | None, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C comes at the entry to `__del__`, of which Python says that it was ignored."""
     runtime, device, optimizer, offload = start(monkeypatch, seed)
     x, y = forward(device, optimizer)
-    if interrupted:  # Ctrl-C at the entry to `__del__`, of which Python says that it was ignored
-        offload.follow_plan(None)  # the pool has its size
-        monkeypatch.setattr(Saved, "__del__", lambda saved: None)
+    offload.follow_plan(None)  # the pool has its size
+    monkeypatch.setattr(Saved, "__del__", lambda saved: None)
     y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="stop"):
         torch.autograd.grad(y, x, ones(device))
     others = []
     del x, y
-    if interrupted:
-        offload.follow_plan(None)
+    offload.follow_plan(None)
     for number in range(20):  # which get the memory that the failed backward had
         others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
     assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
@@ -240,55 +207,24 @@ def test_memory_stays_until_the_copy_out_of_it_has_ended(seed: int | None, monke
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_forward_may_run_on_another_stream_beside_the_last_backward(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime, device, optimizer, _ = start(monkeypatch, seed)
-    x, y = forward(device, optimizer)
-    other = stream_behind(runtime)
-    with runtime.stream(other):
-        (slope,) = torch.autograd.grad(y, x, ones(device))
-        del y
-    _, beside = forward(device, optimizer, most=2)  # whose blocks on the host are those that backward gave back
-    read(runtime, beside)
-    with runtime.stream(other):
-        assert torch.equal(read(runtime, slope), expected())
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_another_stream_may_read_still_what_has_left(seed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, device, optimizer, _ = start(monkeypatch, seed)
     side = FakeStream(runtime)
     values = torch.linspace(-1, 1, N)
     x = device.new(lambda: values).requires_grad_()
     with optimizer.offload_activations(1.0):
-        y = Layer.apply(x, device)
+        first = y = Layer.apply(x, device)
+        for _ in range(LAYERS):  # with which the first has left
+            y = Layer.apply(y, device)
         side.wait_record(runtime.caller.record())
         with runtime.stream(side):
-            beside = Layer.apply(y, device)
+            beside = Layer.apply(first, device)
+        del first  # autograd holds it, for all that its user knows
         for _ in range(LAYERS):
             y = Layer.apply(y, device)
     read(runtime, y)
     with runtime.stream(side):
         assert torch.equal(read(runtime, beside), torch.tanh(3 * torch.tanh(3 * values)))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_copy_waits_for_the_stream_in_which_its_bytes_were_saved(
-    seed: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It begins when the next operation saves, in another stream perhaps."""
-    runtime, device, optimizer, _ = start(monkeypatch, seed)
-    side = FakeStream(runtime)
-    with optimizer.offload_activations(1.0):
-        x = device.new(lambda: torch.linspace(-1, 1, N)).requires_grad_()
-        y = Layer.apply(x, device)
-        with runtime.stream(side):
-            _, other = layers(device)
-    read(runtime, other, device._streams[Op.SAVE])  # before the caller's stream has run
-    (slope,) = torch.autograd.grad(y, x, ones(device))
-    out = torch.tanh(3 * torch.linspace(-1, 1, N))
-    assert torch.equal(read(runtime, slope), torch.ones(N) * (1 - out * out) * 3)
 
 
 def test_what_was_saved_before_a_capture_does_not_leave_within_it(monkeypatch: pytest.MonkeyPatch) -> None:

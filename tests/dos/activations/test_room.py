@@ -41,7 +41,7 @@ def test_a_share_is_a_prefix_of_what_is_saved_whatever_the_length_of_the_batch(
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_memory_comes_back_with_the_graph(share: float) -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, _, offload = start(share, device=device)
+    model, optimizer, offload = start(share, device=device)
     loss = forward(model)
     assert device.usage().occupied > 0
     assert (offload.pool.used > 0) == (share > 0)
@@ -131,7 +131,7 @@ def test_with_no_memory_left_on_the_host_all_stays(monkeypatch: pytest.MonkeyPat
 
 def test_only_a_part_is_on_its_way_or_back_at_a_time() -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, _, _ = start(1.0, device=device)
+    model, _optimizer, _ = start(1.0, device=device)
     most = 0
 
     def looked(*_: Any) -> None:
@@ -201,7 +201,7 @@ def test_what_leaves_last_has_left_when_forward_ends(model: type[nn.Module], lef
 
     def held(activations: float) -> int:
         device = EmulatedDevice(FAST, 10**9, occupied=10**6)
-        made, _, _ = start(activations, model=model(), device=device)
+        made, _optimizer, _ = start(activations, model=model(), device=device)
         loss = made(torch.randn(BATCH, WIDTH)).square().mean()
         assert loss.requires_grad, "its graph is there"
         return device.usage().occupied

@@ -157,7 +157,7 @@ def remarks(spread: float = 0.0, cpu_share: float = 1.0, cores: int = 8, **envir
     return "\n".join(calibrate.remarks(found, environment, cores, host_cores=8))
 
 
-def test_what_the_user_is_told() -> None:
+def test_remarks_name_noise_masks_and_launchers() -> None:
     quiet = remarks(OMP_NUM_THREADS="4,2")
     assert quiet.startswith("CPU threads: 4")
     assert "\n" not in quiet
@@ -182,7 +182,7 @@ def test_kept_and_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert profiles.find_profile(GPU) is None
 
 
-def test_what_was_measured_while_others_ran_is_not_used_silently(cache: Path, tmp_path: Path) -> None:
+def test_a_profile_measured_while_others_ran_is_warned_of(cache: Path, tmp_path: Path) -> None:
     rate = Figure(1e9, 0.0)
     figures = {"cpu_update_rate": rate, "h2d_bandwidth": rate, "host_bandwidth": rate}
     machine = profiles.machine_name(GPU)
@@ -228,7 +228,7 @@ def test_broken_profiles(how: str, tmp_path: Path) -> None:
         assert str(given) in str(error.value)
 
 
-def test_what_can_be_asked_for(tmp_path: Path) -> None:
+def test_profiles_are_found_by_value_name_and_file(tmp_path: Path) -> None:
     assert profiles.resolve_profile(MACHINE, GPU) is MACHINE
     assert profiles.resolve_profile("h100", GPU) == HardwareProfile.builtin("h100")
     measured().save(tmp_path / "mine.json")

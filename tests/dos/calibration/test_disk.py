@@ -29,13 +29,6 @@ def test_host_memory_is_no_less_than_updates_and_the_disk_used_at_once(tmp_path:
     assert figures["host_bandwidth"].value >= used * (1 - 1e-9), "but for rounding, as it is added in another order"
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    with pytest.raises(SystemExit, match=r"^dos\.calibrate: disk: expected a folder .* found .*file.*choose another"):
-        calibrate.main(["--quick", "--device", "cpu", "--threads", "1", "--disk", str(file)])
-
-
 def test_a_drive_that_fails_says_nothing_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(space: DiskSpace, extent: Extent, buffer: object) -> None:
         raise DiskError(errno.EIO, "the cable came off")
@@ -101,7 +94,7 @@ def test_rates_of_a_page_cache_are_said_to_be_that(tmp_path: Path, monkeypatch: 
     assert note in found.profile(HardwareProfile.builtin("unknown"), "here").provenance.note
 
 
-def test_what_sharing_host_memory_does_not_explain_is_said() -> None:
+def test_rates_below_what_shared_host_memory_explains_are_reported() -> None:
     machine = profile(
         host_bandwidth=30e9,
         cpu_update_rate=1e9,

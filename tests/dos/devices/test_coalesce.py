@@ -51,7 +51,7 @@ def test_neighbours_of_another_type_or_memory_are_not_joined() -> None:
 
 @pytest.mark.parametrize("to_host", [True, False])
 @pytest.mark.parametrize("full", [True, False])
-def test_what_is_copied(to_host: bool, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_touch_nothing_between_pieces(to_host: bool, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if full:  # the device, so that pieces go one by one
 
         def raises(*args: object, **kwargs: object) -> None:
@@ -92,7 +92,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     assert torch.equal(there, torch.cat([here[:5], here[6:7], other, torch.zeros(2)]))
 
 
-def test_what_lies_apart_is_not_joined() -> None:
+def test_pieces_that_lie_apart_are_not_joined() -> None:
     here, there = torch.randn(6), torch.zeros(6)
     assert len(joined([(there[:3], here[3:]), (there[3:], here[:3])])) == 2
     assert joined([]) == []

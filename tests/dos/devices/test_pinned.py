@@ -144,7 +144,7 @@ def test_parts_that_cannot_be_pinned_as_a_whole_stay_pinned(
     assert not runtime.regions
 
 
-def test_what_drivers_refuse_to_register_at_once_they_register_in_chunks(
+def test_memory_is_registered_in_chunks_that_drivers_take(
     runtime: Runtime, launches: list[torch.device], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     most = 2 * mmap.PAGESIZE

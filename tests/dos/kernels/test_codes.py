@@ -91,7 +91,7 @@ def test_neither_threads_nor_a_division_into_runs_matter(threads: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), exponent=st.integers(-60, 60))
-def test_what_was_decoded_has_the_same_codes(seed: int, exponent: int) -> None:
+def test_encoding_decoded_moments_gives_the_same_codes(seed: int, exponent: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     moments = torch.randn(2, 8 * BLOCK, generator=generator) * 2.0**exponent
     codes = encode(moments[0], moments[1].square())

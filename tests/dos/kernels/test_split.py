@@ -121,7 +121,9 @@ def test_any_halves_are_joined_alike(kernel: str) -> None:
         ({"out": torch.zeros(8)}, TypeError, "out: expected only beside a float32 param, found torch.bfloat16"),
     ],
 )
-def test_what_cannot_be_split(change: dict[str, Tensor], error: type[Exception], message: str) -> None:
+def test_arrays_that_cannot_be_split_are_refused(
+    change: dict[str, Tensor], error: type[Exception], message: str
+) -> None:
     split = splitting(mixed_arrays(8, STEP, torch.float32, seed=0))
     with pytest.raises(error, match=message):
         adam_update(split._replace(**change), step=STEP)

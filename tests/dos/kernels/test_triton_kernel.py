@@ -284,7 +284,7 @@ def test_a_kernel_that_finds_no_memory_is_tried_again(
     "error",
     [*NO_MEMORY, MemoryError(), RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")],
 )
-def test_what_is_wrong_with_the_device_is_said_and_triton_stays(error: Exception, failing: Fails) -> None:
+def test_errors_of_the_device_are_raised_and_triton_stays(error: Exception, failing: Fails) -> None:
     failing(error)
     arrays = some_arrays()
     with pytest.raises(type(error)) as caught:

@@ -14,7 +14,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.machine.host_memory import available_bytes, check_host_memory
-from tests.support.training import FAST, backward, bits, mlp, train
+from tests.support.training import FAST, bits, mlp, train
 
 GIB = 2**30
 UNLIMITED_V1 = "9223372036854771712"
@@ -112,7 +112,7 @@ def test_control_groups(
     assert available_bytes() == available * GIB
 
 
-def test_what_is_needed_is_said_before_it_is_taken(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_needed_memory_is_logged_first(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     host.meminfo(3 * GIB)
     with caplog.at_level(logging.INFO, logger="dos"):
         check_host_memory(2 * GIB)
@@ -133,14 +133,14 @@ def test_processes_of_one_host_share_it(host: Host, monkeypatch: pytest.MonkeyPa
         DOSAdam(parameters, device=device)
 
 
-def test_what_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_accelerate_will_divide_is_asked_for_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     host.meminfo(GIB)
     for name, value in {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     DOSAdam([nn.Parameter(torch.zeros(GIB // 40))], device=EmulatedDevice(FAST, 10**9))
 
 
-def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None:
+def test_construction_asks_whether_the_host_could_hold_all_state(host: Host) -> None:
     """Wherever it is at first: one day it may have to leave the device."""
     parameters = list(mlp().parameters())
     needed = 16 * sum(p.numel() for p in parameters)
@@ -154,23 +154,6 @@ def test_that_the_host_could_hold_all_state_is_asked_at_once(host: Host) -> None
     with pytest.raises(MemoryError):
         optimizer.add_param_group({"params": torch.zeros(100_000, requires_grad=True)})
     optimizer.add_param_group({"params": parameters[2:]})
-
-
-def test_memory_in_which_gradients_add_up_is_asked_for_when_they_do(host: Host) -> None:
-    """So that a host without it can train with one micro-batch in each step, or with native gradients."""
-    model = mlp(torch.bfloat16)
-    needed = 14 * sum(p.numel() for p in model.parameters())
-    host.meminfo(needed + 1024)
-    place = {"policy": "cpu", "subgroup_size": 100, "device": EmulatedDevice(FAST, capacity=10**6)}
-    optimizer = DOSAdam(model.parameters(), offload_gradients=True, **place)  # type: ignore[arg-type]
-    train(model, optimizer, 1)
-    backward(model, 0)
-    host.meminfo(1024)
-    with pytest.raises(MemoryError, match=r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"):
-        backward(model, 1)
-    host.meminfo(needed + 1024)
-    native = DOSAdam(mlp(torch.bfloat16).parameters(), offload_gradients="native", **place)  # type: ignore[arg-type]
-    assert native.metrics() == {}
 
 
 @pytest.mark.parametrize("on_accelerator", [True, False])

@@ -81,7 +81,7 @@ def test_only_cores_that_may_be_used(node: Path, monkeypatch: pytest.MonkeyPatch
     assert cores_near("0000:8a:00.0", node) is None
 
 
-def test_what_is_not_known(node: Path, tmp_path: Path) -> None:
+def test_unknown_devices_and_topologies_have_no_near_cores(node: Path, tmp_path: Path) -> None:
     for address in (None, "0000:ff:00.0"):
         assert cores_near(address, node) is None
     empty = tmp_path / "empty"
@@ -122,7 +122,7 @@ def test_a_launcher_is_overruled_with_one_note(
     assert "4 threads" in caplog.text
 
 
-def test_what_the_user_chose_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_threads_that_the_user_chose_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(3)
     assert kernel_threads() == 3
     torch.set_num_threads(1)

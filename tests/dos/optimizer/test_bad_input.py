@@ -36,9 +36,17 @@ from tests.support.training import FAST, bits, mlp, on, train
         ({"policy": math.nan}, "found nan"),
         ({"subgroup_size": 0}, "subgroup_size must be 1 or more parameters, found 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
-        ({"offload_gradients": "float32"}, "offload_gradients must be True, False or 'native', found 'float32'"),
+        ({"offload_gradients": "native"}, "offload_gradients must be True or False, found 'native'; with True"),
         ({"profile": "h100_", "policy": "cpu"}, r"profile 'h100_' is neither a file nor a built-in profile \(.*h100"),
         ({"device": "emulated"}, r"the parameters, or a dos.EmulatedDevice\(profile, capacity\).* found 'emulated'"),
+        *(
+            ({"state_format": found}, "state_format must be None, 'split', 'float32' or 'int8', found")
+            for found in ("int4", "Split", "", 0, torch.float32)
+        ),
+        *(({"host_memory": found}, f"1 or more bytes as an int, or None, found {found}") for found in (0, 1.5, True)),
+        ({"policy": "resident", "disk": "state"}, "leave disk= out, or choose 'adaptive'"),
+        # As of a setting that was left out: it would be the current folder.
+        *(({"disk": found}, "disk must name a folder, found") for found in ("", ["a", ""], "a\0b")),
     ],
     ids=str,
 )
@@ -47,25 +55,26 @@ def test_settings(settings: dict, message: str) -> None:
         DOSAdam(mlp().parameters(), **settings)
 
 
-WRONG_TYPES = {
-    "policy": [True, None],
-    "subgroup_size": [2.5],
-    "eps": ["1e-8"],
-    "lr": ["1e-3"],
-    "max_grad_norm": ["1"],
-    "memory_interval": ["a", True],
-    "profile": [5],
-}
-
-
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_settings_of_another_type(name: str) -> None:
-    for value in WRONG_TYPES[name]:
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("policy", [True, None]),
+        ("subgroup_size", [2.5]),
+        ("eps", ["1e-8"]),
+        ("lr", ["1e-3"]),
+        ("max_grad_norm", ["1"]),
+        ("memory_interval", ["a", True]),
+        ("profile", [5]),
+        ("disk", [3, ["a", 3], b"a"]),
+    ],
+)
+def test_settings_of_another_type(name: str, values: list[object]) -> None:
+    for value in values:
         with pytest.raises(TypeError, match=name):
             DOSAdam(mlp().parameters(), **{name: value})
 
 
-def test_what_cannot_be_attached(device: EmulatedDevice) -> None:
+def test_attach_refuses_all_but_the_optimizers_model(device: EmulatedDevice) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=device)
     with pytest.raises(
@@ -137,7 +146,7 @@ def test_gradients_of_another_shape(place: str, numel: int, steps: int) -> None:
         (lambda o, p: o.param_groups[0].update(betas=(1.0, 0.999)), r"betas\[0\] must lie in \[0, 1\)"),
     ],
 )
-def test_what_is_spoilt_while_training_changes_nothing(spoil: Callable[..., None], message: str) -> None:
+def test_spoilt_state_and_settings_are_refused_and_change_nothing(spoil: Callable[..., None], message: str) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters())
     train(model, optimizer, 1)
@@ -230,6 +239,8 @@ with torch.inference_mode():
         ([("w", INFERENCE)], TypeError, r"'w' was made in torch\.inference_mode.*; build the model outside"),
     ],
 )
-def test_what_are_no_parameters(parameters: object, error: type[Exception], message: str) -> None:
+def test_parameters_that_cannot_be_optimised_are_refused(
+    parameters: object, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         DOSAdam(parameters)

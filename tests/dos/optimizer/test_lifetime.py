@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.state.arena import Arena
 from tests.support.clock import eventually
+from tests.support.disk import files
 from tests.support.processes import python
 from tests.support.training import FAST, mlp, on, train
 
@@ -96,27 +98,25 @@ def test_memory_is_collected_before_there_is_too_little(monkeypatch: pytest.Monk
 
 
 AT_EXIT = """
-import atexit, torch
-from tests.support.training import maker, mlp, train
-
-def save(model, optimizer):
-    optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments, expected, strict=True))
-    print("saved")
-
-twin = mlp()
-other = maker()(twin.parameters())
+import atexit, sys
+from pathlib import Path
+from tests.support.disk import bytes_on_disk, dos_adam, wide
+from tests.support.training import everything, train
+twin, folder = wide(), Path(sys.argv[1])
+other = dos_adam(twin.parameters(), None)
 train(twin, other, 2)
-expected = [other.state[p]["exp_avg"] for p in twin.parameters()]
-for place in ("host", "cpu", "stride:2", "adaptive"):
-    model = mlp()
-    optimizer = maker(place)(model.parameters())
-    optimizer.attach(model)
-    atexit.register(save, model, optimizer)
-    train(model, optimizer, 2)
+expected = everything(twin, other)
+for policy in ("cpu", "stride:2", 0.5, "adaptive"):
+    for disk in (None, folder):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), disk, policy=policy)
+        optimizer.attach(model)
+        atexit.register(lambda model=model, optimizer=optimizer: print(everything(model, optimizer) == expected))
+        train(model, optimizer, 2)
+print(bytes_on_disk(folder) > 0)
 """
 
 
-def test_state_can_be_saved_when_the_interpreter_ends() -> None:
-    assert python("-c", AT_EXIT) == 4 * "saved\n"
+def test_state_can_be_saved_when_the_interpreter_ends_and_files_go(tmp_path: Path) -> None:
+    assert python("-c", AT_EXIT, tmp_path) == 9 * "True\n"
+    assert not files(tmp_path)

@@ -1,128 +1,51 @@
-"""Random sequences of calls: the same bits whatever the plan and the overlap, and torch.optim.AdamW as the model."""
+"""Random sequences of calls: the same bits in any plan, format, memory and overlap, and torch.optim.AdamW as the model.
+
+This is the one owner of these properties. What one call does alone, or what must be said, has tests elsewhere.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import enum
 import functools
-import io
+import gc
+import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support.random_plans import RandomPlans
+from tests.support.clock import eventually
+from tests.support.devices import LIES, Amount, Unreliable
+from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
+from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
 
 ULPS = 64
-SEQUENCES = int(os.environ.get("DOS_CALLS", "80"))
-"""How many random sequences of calls, for each kind of gradients."""
+SEQUENCES = int(os.environ.get("DOS_CALLS", "70"))
+"""How many random sequences of calls, for each kind of gradients; a quarter as many with state on disk."""
 
 
-class Net(nn.Module):
-    """Has an expert that not every micro-batch uses, and a part whose parameters join the optimizer later."""
+SPECIAL = [0.0, -0.0, 1e-40, torch.inf, -torch.inf, torch.nan]
+"""What user code may write to parameters; AdamW is compared with where they are usual."""
 
-    def __init__(self, seed: int = 0, width: int = 9) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed keeps a stack trace of each call
-        self.first = nn.Linear(6, width)
-        self.norm = nn.LayerNorm(width)
-        self.expert = nn.Linear(width, width)
-        self.late = nn.Linear(width, width, bias=False)
-        self.last = nn.Linear(width, 4)
-
-    def forward(self, x: Tensor, expert: bool) -> Tensor:
-        x = self.norm(self.first(x)).tanh()
-        if expert:
-            x = x + self.expert(x)
-        return self.last(x + self.late(x).sigmoid())
-
-
-MicroBatch = tuple[int, bool]
-"""A seed, and whether the expert is used."""
 
 MICRO_BATCHES = st.tuples(st.integers(0, 99), st.booleans())
 FREEZABLE = [name for name, _ in Net().named_parameters() if name != "last.bias"]
-
-
 NORMS = [1e-3, 0.05, 10.0]
 """To which gradients are clipped."""
-
-
-class Amp(enum.Enum):
-    """What GradScaler has done to the gradients that are there."""
-
-    OFF = "not scaled"
-    SCALED = "scaled"
-    UNSCALED = "scaled and unscaled again"
-
-
-class Run:
-    """A model and an optimizer, with all that belongs to them.
-
-    make: builds the optimizer from param groups. activations: how much of what is saved leaves. width: of the model.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[list[dict[str, Any]]], Any],
-        attached: bool = False,
-        activations: Any = None,
-        width: int = 9,
-    ) -> None:
-        self.make = make
-        self.attached = attached
-        self.activations = activations
-        self.model = Net(width=width)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-        self.scaler.scale(torch.ones(()))  # it begins with the first use
-        self.use(make([self.group(late=False)]))
-
-    def use(self, optimizer: Any) -> None:
-        """Go on with another optimizer of the same model."""
-        self.optimizer = optimizer
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        if self.attached:
-            optimizer.attach(self.model, activations=self.activations)
-        if self.activations is not None:
-            optimizer._session.on_device.activations.least_bytes = 16
-
-    def group(self, late: bool) -> dict[str, Any]:
-        """The parameters that are given to the optimizer at first, or later."""
-        return {"params": [p for name, p in self.model.named_parameters() if name.startswith("late") is late]}
-
-    def rebuild(self) -> None:
-        """A new optimizer with the old one's groups and no state."""
-        self.synchronize()  # the new one does not wait for the old one
-        late = len(self.optimizer.param_groups) > 1
-        self.use(self.make([self.group(late) for late in ([False, True] if late else [False])]))
-
-    def named(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
-
-    def optimized(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def loss(self, micro_batch: MicroBatch, amp: Amp) -> Tensor:
-        seed, expert = micro_batch
-        in_context = self.activations is not None and not self.attached
-        with self.optimizer.offload_activations(self.activations) if in_context else contextlib.nullcontext():
-            loss = self.model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)), expert).square().mean()
-        return self.scaler.scale(loss) if amp is Amp.SCALED else loss
-
-    def synchronize(self) -> None:
-        if isinstance(self.optimizer, DOSAdam):
-            self.optimizer.synchronize()
+MEMORY = 6_000
+"""Bytes of a small device, which hold the state of the smallest network and some more."""
 
 
 def may_add(self: Lockstep) -> bool:
@@ -148,12 +71,17 @@ def may_drop(self: Lockstep) -> bool:
     return not self.offload_gradients and not self.spent and not scaled_and_clipped and has_gradients(self)
 
 
+def may_overwrite(self: Lockstep) -> bool:
+    """Also what was clipped, which is clipped no more."""
+    return not self.offload_gradients and not self.spent and has_gradients(self)
+
+
 def may_unscale(self: Lockstep) -> bool:
     return self.amp is Amp.SCALED and has_gradients(self)
 
 
 def has_gradients(self: Lockstep) -> bool:
-    return any(p.grad is not None for p in self.adamw.optimized())
+    return bool(self.adamw.gradients())
 
 
 BETWEEN = {
@@ -162,11 +90,35 @@ BETWEEN = {
     "unscale": may_unscale,
     "overflow": may_unscale,
     "scale_a_gradient": may_edit,
+    "overwrite_a_gradient": may_overwrite,
     "replace_gradients": may_edit,
     "drop_a_gradient": may_drop,
     "replan": lambda _: True,
+    "release_memory": lambda _: True,
+    "halve_moments": lambda _: True,
 }
 """What may happen between backward and step, and when."""
+
+
+GROUPS = st.fixed_dictionaries(
+    {"lr": st.sampled_from([0.01, 0.1]), "amsgrad": st.booleans(), "weight_decay": st.sampled_from([0.0, 0.1])}
+)
+AXES: dict[str, list[Any]] = {
+    "subgroup_size": [17, 40, 100],
+    "policy": ["adaptive", RandomPlans, RandomPlans, ChangingPlans],
+    "slots": [1, 2, 3],
+    "slow": [False, True],
+    "late": [0.0, 0.0, 1e-3],
+    "capacity": [10**8, MEMORY],
+    "failing": [0.0, 0.0, 0.2],
+    "lie": [None, None, *LIES],
+    "budgets": [False, True],
+    "attached": [False, True],
+    "activations": [None, None, "auto", 1.0, 0.5, 300],
+    "folders": [1, 3],
+    "max_grad_norm": [None, None, 0.05],
+}
+"""How the second variant differs, and what both have."""
 
 
 class Lockstep(RuleBasedStateMachine):
@@ -180,7 +132,6 @@ class Lockstep(RuleBasedStateMachine):
         super().__init__()
         self.offload_gradients = offload_gradients
         self.disk = TemporaryDirectory() if disk else None
-        self.width = 90 if disk else 9
         self.variants: list[Run] = []
         self.amp = Amp.OFF
         self.fresh = True  # no gradient since zero_grad
@@ -190,50 +141,45 @@ class Lockstep(RuleBasedStateMachine):
         self.copies_left = 2  # that is enough of what takes longest
 
     @initialize(
-        group=st.fixed_dictionaries(
-            {"lr": st.sampled_from([0.01, 0.1]), "amsgrad": st.booleans(), "weight_decay": st.sampled_from([0.0, 0.1])}
-        ),
-        subgroup_size=st.sampled_from([17, 40, 100]),
+        kind=st.sampled_from(KINDS),
+        group=GROUPS,
         seed=st.integers(0, 2**16),
-        slots=st.integers(1, 3),
-        slow=st.booleans(),
-        capacity=st.sampled_from([10**8, 6_000]),
-        attached=st.booleans(),
-        activations=st.sampled_from([None, None, "auto", 1.0, 0.5, 300]),
-        max_grad_norm=st.sampled_from([None, None, 0.05]),
+        drawn=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in AXES.items()}),
         frozen=st.sets(st.sampled_from(FREEZABLE)),
     )
-    def build(
-        self,
-        group: dict[str, Any],
-        subgroup_size: int,
-        seed: int,
-        slots: int,
-        slow: bool,
-        capacity: int,
-        attached: bool,
-        activations: Any,
-        max_grad_norm: float | None,
-        frozen: set[str],
-    ) -> None:
-        self.max_grad_norm = max_grad_norm
-        ours = {**group, "offload_gradients": self.offload_gradients, "max_grad_norm": max_grad_norm}
-        here = {**ours, "policy": "cpu", "device": EmulatedDevice(FAST, 10**8)} if self.offload_gradients else ours
-        if activations is not None:
-            capacity = 10**8  # of which the model takes some then
-        there = {**ours, "device": EmulatedDevice(SLOW if slow else FAST, capacity), "subgroup_size": subgroup_size}
+    def build(self, kind: Kind, group: dict[str, Any], seed: int, drawn: dict[str, Any], frozen: set[str]) -> None:
+        if self.disk is not None and kind.coded:
+            kind = Kind(torch.bfloat16)  # subgroups whose scales fill a page would be larger than the model
+        self.kind, self.max_grad_norm = kind, drawn["max_grad_norm"]
+        self.group = group | {"amsgrad": group["amsgrad"] and not kind.coded}
+        self.width = width = 90 if self.disk is not None else 128 if kind.coded else 9
+        offload = self.offload_gradients
+        ours = {**self.group, "offload_gradients": offload, "max_grad_norm": self.max_grad_norm}
+        ours["master_weights"] = kind.master_weights
+        here = ours | ({"policy": "cpu", "device": EmulatedDevice(FAST, 10**8)} if offload else {})
+        there = ours | {"subgroup_size": drawn["subgroup_size"] * (30 if kind.coded else 1)}
+        capacity = drawn["capacity"] * (50 if width > 9 else 1)
+        self.unit = 0 if drawn["activations"] is not None else capacity if capacity < 10**7 else MEMORY
+        if drawn["activations"] is not None:  # the model has some of the memory then, and its errors are the user's
+            capacity, drawn["failing"] = 10**8, 0.0
+        self.own, self.others = Amount(), Amount()
+        profile = SLOW if drawn["slow"] and width == 9 else FAST
+        wrong = {name: drawn[name] for name in ("failing", "late", "lie")}
+        self.device = Unreliable(
+            capacity=capacity, seed=seed, profile=profile, occupied=self.own, neighbour=self.others, **wrong
+        )
+        policy = drawn["policy"]
+        there |= {"device": self.device, "policy": policy if policy == "adaptive" else policy(seed, drawn["slots"])}
+        if drawn["budgets"]:
+            there["memory_budget"] = functools.partial(random.Random(seed).randint, 0, 2 * capacity)
         if self.disk is not None:
-            there["subgroup_size"], there["device"] = 2048, EmulatedDevice(FAST, 50 * capacity)
-            there |= {"disk": self.disk.name, "host_memory": 230_000 if self.offload_gradients else 82_000}
-        self.adamw = Run(lambda groups: torch.optim.AdamW(groups, **group), width=self.width)
+            folders = [Path(self.disk.name) / str(i) for i in range(drawn["folders"])]
+            there |= {"subgroup_size": 2048, "disk": folders, "host_memory": 230_000 if offload else 100_000}
+        formats, how = itertools.cycle(kind.formats), (drawn["attached"], drawn["activations"])
+        self.adamw = Run(lambda g: torch.optim.AdamW(g, **self.group), Net(width=width).to(kind.dtype))
         self.variants = [
-            Run(lambda groups: DOSAdam(groups, **here), width=self.width),
-            Run(
-                lambda groups: DOSAdam(groups, **there, policy=RandomPlans(seed, slots)),
-                attached,
-                activations,
-                self.width,
-            ),
+            Run(lambda g: DOSAdam(g, state_format=kind.formats[-1], **here), Net(width=width).to(kind.dtype)),
+            Run(lambda g: DOSAdam(g, state_format=next(formats), **there), Net(width=width).to(kind.dtype), *how),
         ]
         for name in frozen:
             self.freeze(name, drop=False)
@@ -248,7 +194,8 @@ class Lockstep(RuleBasedStateMachine):
     @rule(micro_batch=MICRO_BATCHES, scaled=st.booleans())
     def backward(self, micro_batch: MicroBatch, scaled: bool = False) -> None:
         if self.fresh:
-            self.amp = Amp.SCALED if scaled and not self.offload_gradients else Amp.OFF
+            scales = scaled and not self.offload_gradients and self.kind.dtype != torch.float16
+            self.amp = Amp.SCALED if scales else Amp.OFF
         self.fresh = False
         self.add_to_adamw(micro_batch)
         losses = [run.loss(micro_batch, self.amp) for run in self.variants]
@@ -268,23 +215,26 @@ class Lockstep(RuleBasedStateMachine):
 
     @precondition(may_step)
     @rule(look=st.booleans())
-    def step(self, look: bool = False) -> None:
+    def step(self, look: bool = False, inside: bool = False) -> None:
         for run in self.runs:
             if self.max_grad_norm is not None and run is self.adamw:
                 if self.amp is Amp.SCALED:
                     run.scaler.unscale_(run.optimizer)
                 nn.utils.clip_grad_norm_(run.optimized(), self.max_grad_norm)
-            if self.amp is Amp.OFF:
-                run.optimizer.step()
-            else:
-                run.scaler.step(run.optimizer)
-                run.scaler.update()
+            # AdamW cannot go on outside with state that it has made inside.
+            with torch.inference_mode(inside and run is not self.adamw):
+                if self.amp is Amp.OFF:
+                    run.optimizer.step()
+                else:
+                    run.scaler.step(run.optimizer)
+                    run.scaler.update()
         self.spent = self.clipped or self.max_grad_norm is not None or self.amp is not Amp.OFF
         self.amp, self.clipped = Amp.OFF, False
         if self.offload_gradients:  # the step has used them up
             self.adamw.optimizer.zero_grad()
             self.spent, self.fresh = False, True
         assert len({run.scaler.get_scale() for run in self.runs}) == 1
+        assert self.device.peak_bytes <= self.device.capacity
         if look:
             self.look()
 
@@ -307,7 +257,7 @@ class Lockstep(RuleBasedStateMachine):
         micro_batches=st.lists(MICRO_BATCHES, min_size=1, max_size=2),
         replan=st.booleans(),
         scaling=st.sampled_from([(), ("scaled",), ("scaled", "unscale"), ("scaled", "overflow")]),
-        edit=st.sampled_from(["nothing", "scale_a_gradient", "replace_gradients", "drop_a_gradient", "replan"]),
+        edit=st.sampled_from(["nothing", *sorted(BETWEEN.keys() - {"clip", "clip_by_torch", "unscale", "overflow"})]),
         clipping=st.sampled_from(["nothing", "clip", "clip_by_torch"]),
         which=st.integers(0, 99),
     )
@@ -329,10 +279,33 @@ class Lockstep(RuleBasedStateMachine):
             for micro_batch in micro_batches:
                 self.backward(micro_batch, "scaled" in scaling)
             if iteration == times - 1:
-                for name in (*scaling[1:], edit, clipping):
+                for name in (*scaling[1:], edit, clipping, edit if edit == "overwrite_a_gradient" else "nothing"):
                     self.between(name, which)
             if may_step(self):
                 self.step()
+
+    @rule(
+        inside=st.sets(st.sampled_from(["backward", "between", "step"]), min_size=1),
+        micro_batch=MICRO_BATCHES,
+        names=st.lists(st.sampled_from(["clip", "clip_by_torch", "overwrite_a_gradient", "halve_moments"]), max_size=3),
+        which=st.integers(0, 99),
+    )
+    def train_in_inference_mode(self, inside: set[str], micro_batch: MicroBatch, names: list[str], which: int) -> None:
+        """Gradients made there have no version that would tell that they were written to."""
+        self.zero_grad()
+        self.fresh = False
+        self.add_to_adamw(micro_batch)
+        for run in self.variants:
+            loss = run.loss(micro_batch, Amp.OFF)
+            with torch.inference_mode("backward" in inside):
+                loss.backward()
+        with torch.inference_mode(bool({"backward", "between"} & inside)):
+            for name in names:
+                self.between(name, which)
+        self.step(inside="step" in inside)
+        self.zero_grad()
+        for run in self.runs:
+            run.model.zero_grad()  # also what the optimizer does not have yet
 
     @precondition(lambda self: self.amp is Amp.OFF)
     @rule(micro_batches=st.lists(MICRO_BATCHES, min_size=1, max_size=2))
@@ -372,7 +345,8 @@ class Lockstep(RuleBasedStateMachine):
         norms = [run.optimizer.clip_grad_norm_(max_norm) for run in self.variants]
         theirs = nn.utils.clip_grad_norm_(self.adamw.optimized(), max_norm)
         assert bits(norms) == bits(norms[:1]) * len(norms)
-        torch.testing.assert_close(norms[0], theirs, rtol=1e-5, atol=0, equal_nan=True)
+        if self.kind.as_adamw:
+            torch.testing.assert_close(norms[0], theirs, rtol=1e-5, atol=0, equal_nan=True)
         self.clipped = True
 
     def clip_by_torch(self, which: int) -> None:
@@ -387,11 +361,15 @@ class Lockstep(RuleBasedStateMachine):
 
     def overflow(self, which: int) -> None:
         for gradient in self.each_gradient(which):
-            gradient.view(-1)[which % gradient.numel()] = (torch.inf, -torch.inf, torch.nan)[which % 3]
+            gradient[(0,) * gradient.ndim] = (torch.inf, -torch.inf, torch.nan)[which % 3]
 
     def scale_a_gradient(self, which: int) -> None:
         for gradient in self.each_gradient(which):
             gradient.mul_(0.5)
+
+    def overwrite_a_gradient(self, which: int) -> None:
+        for gradient in self.each_gradient(which):
+            gradient.fill_(which - 30.5)
 
     def replace_gradients(self, _: int) -> None:
         for run in self.runs:
@@ -402,23 +380,29 @@ class Lockstep(RuleBasedStateMachine):
 
     def drop_a_gradient(self, which: int) -> None:
         for run in self.runs:
-            owners = [p for p in run.optimized() if p.grad is not None]
+            owners = [p for p in run.optimized() if p.grad is not None and p.numel()]
             owners[which % len(owners)].grad = None
+
+    def halve_moments(self, _: int) -> None:
+        for run in self.runs:
+            for moment in run.moments():
+                moment.mul_(0.5)
 
     def each_gradient(self, which: int) -> Iterator[Tensor]:
         """The same gradient in each run, for writing to it."""
         for run in self.runs:
             run.synchronize()
-            gradients = [p.grad for p in run.optimized() if p.grad is not None]
+            gradients = run.gradients()
             yield gradients[which % len(gradients)]
 
     # What is done to parameters, settings and state.
 
     @rule(
         name=st.sampled_from(
-            ["unfreeze", "schedule", "save", "replan", "release_memory", "attach", "synchronize", "evaluate", "look"]
+            ["unfreeze", "schedule", "save", "replan", "release_memory", "attach", "synchronize", "evaluate", "look",
+             "begin_anew", "load_amsgrad"]
         )
-    )
+    )  # fmt: skip
     def without_choice(self, name: str) -> None:
         """What there is only one way to do, under one rule so that others have their turn."""
         getattr(self, name)()
@@ -438,7 +422,9 @@ class Lockstep(RuleBasedStateMachine):
     @rule(settings=st.fixed_dictionaries({}, optional={"lr": st.just(0.05), "amsgrad": st.booleans()}))
     def add_param_group(self, settings: dict[str, Any]) -> None:
         for run in self.runs:
-            run.optimizer.add_param_group({**run.group(late=True), **settings})
+            run.optimizer.add_param_group(
+                {**run.group(late=True), **settings, **({"amsgrad": False} if self.kind.coded else {})}
+            )
 
     @rule(
         number=st.integers(0, 1),
@@ -448,6 +434,7 @@ class Lockstep(RuleBasedStateMachine):
                 "lr": st.sampled_from([0.0, 0.01, 0.1]),
                 "weight_decay": st.sampled_from([0.0, 0.1]),
                 "betas": st.sampled_from([(0.9, 0.999), (0.5, 0.9)]),
+                "eps": st.sampled_from([1e-8, 1e-3]),
                 "maximize": st.booleans(),
             },
         ),
@@ -460,38 +447,152 @@ class Lockstep(RuleBasedStateMachine):
         for run in self.runs:
             run.scheduler.step()
 
-    @rule(name=st.sampled_from(FREEZABLE), state=st.booleans())
+    @rule(name=st.sampled_from(FREEZABLE), moves=st.booleans(), special=st.none() | st.sampled_from(SPECIAL))
     @torch.no_grad()
-    def write(self, name: str, state: bool) -> None:
-        """To a parameter, or to its state."""
+    def write_to_a_parameter(self, name: str, moves: bool, special: float | None) -> None:
+        """In place or not. special: into the first element, unless AdamW is compared."""
         for run in self.runs:
             run.synchronize()
             parameter = run.named()[name]
-            tensor = run.optimizer.state.get(parameter, {}).get("exp_avg") if state else parameter
-            if tensor is not None:
-                tensor.mul_(0.75)
+            if moves:
+                parameter.data = parameter.data * 0.75
+            elif special is None or not parameter.numel() or (self.kind.as_adamw and special):
+                parameter.mul_(0.75)
+            else:
+                parameter[(0,) * parameter.ndim] = special
+
+    @rule(
+        name=st.sampled_from(FREEZABLE),
+        key=st.sampled_from(["exp_avg", "exp_avg_sq", "step"]),
+        how=st.sampled_from(["in place", "by data", "another tensor", "another memory"]),
+    )
+    @torch.no_grad()
+    def write_to_an_entry(self, name: str, key: str, how: str) -> None:
+        for run in self.runs:
+            entry = run.optimizer.state.get(run.named()[name], {})
+            if key not in entry or not entry["step"]:
+                continue
+            value = torch.ones(()) if key == "step" else entry[key] * 0.5
+            match how:
+                case "another tensor":
+                    entry[key] = value
+                case "another memory":
+                    entry[key].data = value
+                case "by data":
+                    entry[key].data.copy_(value)
+                case _:
+                    entry[key].copy_(value)
+
+    @rule(micro_batch=MICRO_BATCHES, key=st.sampled_from(["exp_avg", "exp_avg_sq"]))
+    def replace_in_entries_of_before(self, micro_batch: MicroBatch, key: str) -> None:
+        """State that has gone to the device since does not come home over it."""
+        entries = [[run.optimizer.state[p] for p in run.optimized() if p in run.optimizer.state] for run in self.runs]
+        for writes in (False, True):
+            self.zero_grad()
+            self.backward(micro_batch)
+            for entry in itertools.chain.from_iterable(entries if writes else ()):
+                if key in entry:
+                    entry[key] = torch.full_like(entry[key], 0.5)
+            self.step()
+
+    @rule(micro_batch=MICRO_BATCHES, early=st.booleans(), hooks=st.booleans())
+    def write_to_views_in_an_iteration(self, micro_batch: MicroBatch, early: bool, hooks: bool) -> None:
+        """early: state is read before backward. hooks: and written in backward, while its gradients leave."""
+        self.zero_grad()
+        views = [run.moments() for run in self.runs] if early else []
+
+        def write(run: Run, parameter: Tensor) -> None:
+            entry = run.optimizer.state.get(parameter, {})
+            if "exp_avg" in entry:
+                entry["exp_avg"].mul_(0.5)
+
+        installed = [
+            p.register_post_accumulate_grad_hook(functools.partial(write, run))
+            for run in self.variants
+            for p in run.optimized()
+            if hooks and p.requires_grad
+        ]
+        self.backward(micro_batch)
+        for hook in installed:
+            hook.remove()  # they refer to the optimizer, where the garbage collector does not see it
+        for p in self.adamw.optimized():
+            if hooks and p.grad is not None:
+                write(self.adamw, p)
+        for moment in itertools.chain.from_iterable(views or [run.moments() for run in self.runs]):
+            moment.mul_(0.5)
+        self.step()
+
+    def begin_anew(self) -> None:
+        for run in self.runs:
+            run.synchronize()
+            run.optimizer.state.clear()
+
+    def load_amsgrad(self) -> None:
+        """Its maximum gets memory, and views of the state that goes are what is loaded."""
+        self.zero_grad()
+        for run in self.runs if not self.kind.coded else ():
+            saved = run.optimizer.state_dict()
+            for entry in saved["state"].values():
+                entry.setdefault("max_exp_avg_sq", entry["exp_avg_sq"].clone())
+            for group in saved["param_groups"]:
+                group["amsgrad"] = True
+            run.optimizer.load_state_dict(saved)
+
+    @precondition(lambda self: not self.kind.coded)
+    @rule(name=st.sampled_from(["expert.weight", "expert.bias", "last.weight"]))
+    def exchange_a_parameter(self, name: str) -> None:
+        """As where a model is pruned: another parameter takes its place, with its rows in another order, and state."""
+        self.zero_grad()
+        for run in self.runs:
+            run.synchronize()
+            old, (layer, which) = run.named()[name], name.split(".")
+            new = nn.Parameter(old.detach().flip(0).clone(), requires_grad=old.requires_grad)
+            if old in run.optimizer.state:
+                entry = run.optimizer.state.pop(old)
+                moved = {
+                    key: value.flip(0)
+                    for key, value in entry.items()
+                    if key not in ("step", "master_rest", "master_param")
+                }
+                run.optimizer.state[new] = {"step": entry["step"], **moved}
+            parameters = run.optimizer.param_groups[0]["params"]
+            parameters[next(i for i, p in enumerate(parameters) if p is old)] = new
+            setattr(run.model.get_submodule(layer), which, new)
 
     # Checkpoints and copies.
 
     @rule(seed=st.integers(1, 5))
     def load_weights(self, seed: int) -> None:
-        weights = Net(seed, self.width).state_dict()
+        weights = Net(seed, self.width).to(self.kind.dtype).state_dict()
         for run in self.runs:
             run.model.load_state_dict(weights)
 
-    @rule(source=st.integers(0, 2), rebuild=st.booleans(), through_file=st.booleans())
-    def exchange_state(self, source: int, rebuild: bool, through_file: bool) -> None:
+    @rule(
+        source=st.integers(0, 2),
+        rebuild=st.booleans(),
+        form=st.sampled_from(["copied", "through a file", "mapped", "AdamW's", "live"]),
+    )
+    def exchange_state(self, source: int, rebuild: bool, form: str) -> None:
         """All go on from what one of them saved."""
-        saved = self.runs[source].optimizer.state_dict()
-        file = io.BytesIO()
-        torch.save(saved, file)
-        if rebuild:
-            self.zero_grad()
-        for run in self.runs:
+        origin = self.runs[source or not self.kind.as_adamw]
+        saved = origin.optimizer.state_dict()
+        live = saved["state"]
+        if form == "AdamW's" or self.kind.coded:
+            saved["state"] = origin.state()
+        saved = copy.deepcopy(saved)
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "saved.pt"
+            torch.save(saved, file)
             if rebuild:
-                run.rebuild()
-            file.seek(0)
-            run.optimizer.load_state_dict(torch.load(file) if through_file else copy.deepcopy(saved))
+                self.zero_grad()
+            for run in self.runs:
+                if rebuild:
+                    run.rebuild()
+                in_file = form in ("through a file", "mapped")
+                its = torch.load(file, mmap=form == "mapped") if in_file else copy.deepcopy(saved)
+                if form == "live" and run is origin and not self.kind.coded:  # steps are written to
+                    its["state"] = {i: {**entry, "step": entry["step"].clone()} for i, entry in live.items()}
+                run.optimizer.load_state_dict(its)
 
     def save(self) -> None:
         self.saved = [copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict())) for run in self.runs]
@@ -501,6 +602,7 @@ class Lockstep(RuleBasedStateMachine):
     def restore(self, weights_first: bool) -> None:
         if len(self.saved[0][1]["param_groups"]) != len(self.adamw.optimizer.param_groups):
             return
+        self.zero_grad()
         for run, (weights, state) in zip(self.runs, self.saved, strict=True):
             if weights_first:
                 run.model.load_state_dict(weights)
@@ -520,11 +622,17 @@ class Lockstep(RuleBasedStateMachine):
 
     # What only the variants know, and what must not matter.
 
+    @rule(own=st.floats(0, 1), others=st.floats(0, 1))
+    def change_memory(self, own: float, others: float) -> None:
+        """What the model itself takes of the device, as far as there is any, and what another process wants."""
+        self.own.nbytes = min(int(own * self.unit), self.own.nbytes + EmulatedDevice.memory(self.device).free)
+        self.others.nbytes = int(others * self.unit)
+
     def replan(self, _: int = 0) -> None:
         for run in self.variants:
             plan_anew(run.optimizer)
 
-    def release_memory(self) -> None:
+    def release_memory(self, _: int = 0) -> None:
         self.variants[1].optimizer.release_memory()
 
     def attach(self) -> None:
@@ -536,7 +644,7 @@ class Lockstep(RuleBasedStateMachine):
         for run in self.variants:
             run.model.eval()
             with torch.no_grad():
-                outputs.append(run.model(torch.ones(3, 6), expert=True))
+                outputs.append(run.model(torch.ones(3, 6, dtype=self.kind.dtype), expert=True))
             run.model.train()
         assert bits(outputs) == bits(outputs[:1]) * len(outputs)
 
@@ -546,100 +654,46 @@ class Lockstep(RuleBasedStateMachine):
 
     def look(self) -> None:
         """Compare parameters and state."""
-        states = [run.optimizer.state_dict()["state"] for run in self.runs]  # which waits
+        theirs, here, there = (run.state() for run in self.runs)  # which waits
         parameters = [list(run.model.parameters()) for run in self.runs]
-        for other, state in zip(parameters[2:], states[2:], strict=True):
-            assert bits(other) == bits(parameters[1])
-            assert state.keys() == states[1].keys()
-            for key, entry in state.items():
-                assert entry.keys() == states[1][key].keys()
-                assert bits(entry.values()) == bits(states[1][key].values())
-        assert states[1].keys() == states[0].keys()
-        assert_close_ulp(parameters[1], parameters[0], ULPS)
-        for key, theirs in states[0].items():
-            assert states[1][key].keys() == theirs.keys()
-            assert states[1][key]["step"] == theirs["step"]
-            assert_close_ulp([states[1][key][name] for name in theirs], theirs.values(), ULPS)
+        assert bits(parameters[2]) == bits(parameters[1])
+        assert there.keys() == here.keys()
+        for number, entry in here.items():
+            assert there[number].keys() == entry.keys()
+            assert bits(there[number].values()) == bits(entry.values())
+        if self.kind.as_adamw:
+            assert here.keys() == theirs.keys()
+            assert_close_ulp(parameters[1], parameters[0], ULPS)
+            for number, entry in theirs.items():
+                assert here[number].keys() == entry.keys()
+                assert here[number]["step"] == entry["step"]
+                assert_close_ulp([here[number][name] for name in entry], entry.values(), ULPS)
 
     def teardown(self) -> None:
         if self.variants:
             self.look()
+            self.release_memory()
+            if self.device.usage().held:
+                gc.collect()  # schedulers make cycles of the optimizers that others took the place of
+            whole = self.copies_left == 2 and self.variants[1].activations is None  # all memory is that of one device
+            held = self.device.usage  # a thread that has ended its work may hold some for a moment
+            assert not whole or eventually(lambda: held().held == 0, 10), "not all was given back"
 
 
 @pytest.mark.usefixtures("one_core")
-@pytest.mark.filterwarnings("ignore:DOSAdam.step", "ignore:Detected call of")
+@pytest.mark.filterwarnings("ignore:DOSAdam", "ignore:Detected call of", "ignore:.*is not clipped")
 @pytest.mark.parametrize("offload_gradients", [False, True])
 @pytest.mark.parametrize("disk", [False, True])
 def test_random_calls_agree_to_the_bit_and_with_adamw(offload_gradients: bool, disk: bool) -> None:
     chosen = settings(
-        max_examples=SEQUENCES // 6 if disk else SEQUENCES,
+        max_examples=SEQUENCES // 4 if disk else SEQUENCES,
         stateful_step_count=20,
         derandomize=True,
+        phases=[
+            Phase.explicit,
+            Phase.reuse,
+            Phase.generate,
+        ],  # a sequence as found says more than one shrunk for minutes
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(functools.partial(Lockstep, offload_gradients, disk), settings=chosen)
-
-
-# What the sequences found, one by one.
-
-
-def started(offload_gradients: bool = False) -> tuple[Run, Run]:
-    """Ours and AdamW's after the backward of their first step."""
-    ours = {"policy": "cpu", "subgroup_size": 40, "offload_gradients": offload_gradients}
-    runs = Run(lambda groups: DOSAdam(groups, device=EmulatedDevice(FAST, 10**8), **ours)), Run(torch.optim.AdamW)
-    for run in runs:
-        run.loss((0, True), Amp.OFF).backward()
-    return runs
-
-
-def assert_same_momentum(runs: tuple[Run, Run]) -> None:
-    """After the step. It shows how gradients were clipped, to which AdamW's parameters are insensitive."""
-    found = []
-    for run in runs:
-        run.optimizer.step()
-        found.append([run.optimizer.state[p]["exp_avg"] for p in run.optimized() if p in run.optimizer.state])
-    assert_close_ulp(*found, ULPS)
-
-
-@pytest.mark.parametrize(
-    ("offload_gradients", "change"),
-    [
-        (False, lambda run: run.optimizer.add_param_group(run.group(late=True))),
-        (True, lambda run: run.optimizer.add_param_group(run.group(late=True))),
-        (False, lambda run: setattr(run.model.first.weight, "grad", None)),
-    ],
-    ids=["others join", "others join those on the host", "one is dropped"],
-)
-def test_a_clip_stays_with_its_gradients(offload_gradients: bool, change: Callable[[Run], None]) -> None:
-    runs = started(offload_gradients)
-    runs[0].optimizer.clip_grad_norm_(1e-3)
-    nn.utils.clip_grad_norm_(runs[1].optimized(), 1e-3)
-    for run in runs:
-        change(run)
-    assert_same_momentum(runs)
-
-
-def test_the_norm_of_offloaded_gradients_counts_those_that_no_hook_saw_and_makes_no_state() -> None:
-    runs = started(offload_gradients=True)
-    for run in runs:
-        weight = run.model.first.weight
-        extra = torch.ones_like(weight)
-        weight.grad = extra if weight.grad is None else weight.grad + extra
-    theirs = nn.utils.clip_grad_norm_(runs[1].optimized(), 1e-3)
-    torch.testing.assert_close(runs[0].optimizer.clip_grad_norm_(1e-3), theirs, rtol=1e-5, atol=0)
-    assert not runs[0].optimizer.state
-    assert_same_momentum(runs)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_an_optimizer_that_was_replaced_takes_no_gradients_any_more(frozen: bool) -> None:
-    run, _ = started(offload_gradients=True)
-    replaced = run.optimizer
-    run.model.first.weight.requires_grad_(not frozen)
-    run.rebuild()
-    run.model.first.weight.requires_grad_(True)
-    replaced.zero_grad()
-    run.loss((1, True), Amp.OFF).backward()
-    assert replaced.grad_norm() == 0
-    run.optimizer.step()
-    assert set(run.optimizer.state) == set(run.optimized())

@@ -16,7 +16,7 @@ from dos import DOSAdam
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
 from tests.support.random_plans import all_in
-from tests.support.training import Make, assert_as_adamw, assert_as_on_host, maker, plan_anew
+from tests.support.training import Make, assert_as_adamw, maker, plan_anew
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -48,73 +48,6 @@ def step(optimizer: Any, *parameters: Tensor) -> None:
     for p in parameters:
         p.grad = torch.sin(torch.arange(p.numel(), dtype=torch.float32)).view(p.shape)
     optimizer.step()
-
-
-@pytest.mark.parametrize("place", ["host", "cpu"])
-def test_state_whose_storage_was_moved_is_found_there(place: str) -> None:
-    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
-        step(optimizer, *ps)
-        optimizer.state[ps[0]]["exp_avg"].share_memory_()
-        gc.collect()
-        for _ in range(3):
-            step(optimizer, *ps)
-
-    as_adamw(place, work, numel=5000)
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("write", ["data", "numpy", "fill", "replace"])
-def test_steps_that_users_write(place: str | float, write: str) -> None:
-    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
-        for _ in range(3):
-            step(optimizer, *ps)
-        entry = optimizer.state[ps[0]]
-        if write == "data":
-            entry["step"].data.fill_(0)
-        elif write == "numpy":
-            entry["step"].numpy()[()] = 0
-        elif write == "fill":
-            entry["step"].fill_(0)
-        else:
-            entry["step"] = torch.tensor(0.0)
-        step(optimizer, *ps)
-        assert float(optimizer.state[ps[0]]["step"]) == 1
-        assert float(optimizer.state[ps[1]]["step"]) == 4
-
-    as_adamw(place, work)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_parameter_of_16_bits_that_users_write_to(place: str | float) -> None:
-    """The host, which has kept the upper half of its master, takes the new one."""
-
-    def run(make: Make) -> list[nn.Parameter]:
-        ps = [nn.Parameter(p.detach().bfloat16()) for p in weights()]
-        optimizer = make(ps)
-        for number in range(4):
-            for p in ps:
-                p.grad = torch.full_like(p, 1.0 / (1 + number))
-            if number == 2:
-                nn.init.constant_(ps[0], 0.5)
-            optimizer.step()
-        return ps
-
-    assert_as_on_host(run, place, lr=0.1)
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_moment_that_users_put_into_an_entry_of_earlier(place: str | float) -> None:
-    """State that has gone to the device since does not come home over it."""
-
-    def work(ps: list[nn.Parameter], optimizer: Any) -> None:
-        step(optimizer, *ps)
-        entry = optimizer.state[ps[0]]
-        step(optimizer, *ps)
-        entry["exp_avg"] = torch.full((40,), 0.5)
-        for _ in range(2):
-            step(optimizer, *ps)
-
-    as_adamw(place, work)
 
 
 def test_memory_that_was_another_for_a_failed_step_only() -> None:

@@ -25,9 +25,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "never leaves": on("resident"),
     "half": on(0.5),
     "gradients on the host": on("cpu", offload_gradients=True),
-    "gradients on the host, streamed": on("stride:1", offload_gradients="native"),
+    "gradients on the host, streamed": on("stride:1", offload_gradients=True),
     "disk": on("cpu", host_memory=TWO_WINDOWS + 20_000, disk=True),
-    "disk, streamed": on("stride:2", host_memory=2 * TWO_WINDOWS + 30_000, disk=True, offload_gradients=True),
+    "disk, streamed": on("stride:2", host_memory=2 * TWO_WINDOWS - 14_000, disk=True, offload_gradients=True),
 }
 """DOSAdam's settings; disk: whether there is one."""
 
@@ -136,30 +136,6 @@ def test_a_switch_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_model_that_began_in_another_format_may_not_leave_it(place: str, tmp_path: Path) -> None:
-    """Its gradients that come meanwhile, in either, are right once it is in that again."""
-
-    def make(name: str) -> Run:
-        run = Run(made(place, tmp_path / name))
-        run.set_format(True)
-        run.train(range(2))
-        run.optimizer.zero_grad()
-        return run
-
-    run, twin = make("a"), make("b")
-    run.set_format(False)
-    for each in (run, twin):
-        each.backward(20)
-    with pytest.raises(RuntimeError, match=r"in the order \(0, 2, 3, 1\) in memory, on cpu when the optimizer first"):
-        run.optimizer.step()
-    run.set_format(True)
-    for each in (run, twin):
-        each.backward(21)
-        each.optimizer.step()
-    assert everything(run.model, run.optimizer) == everything(twin.model, twin.optimizer)
-
-
-@pytest.mark.parametrize("place", PLACES)
 def test_a_norm_is_refused_where_the_step_would_be(place: str, tmp_path: Path) -> None:
     """It takes gradients that no hook has seen to the host."""
     run, twin = (Run(made(place, tmp_path / name)) for name in "ab")
@@ -181,7 +157,7 @@ def test_a_norm_is_refused_where_the_step_would_be(place: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_messages_say_is_a_way(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_saving_and_building_anew_works_as_the_messages_say(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Save, build anew, load: with another memory format to the bit, with amsgrad as if its maximum began then."""
     kept = Run(made(place, tmp_path / "a"), dtype)
     kept.train(range(2))
@@ -209,50 +185,6 @@ def test_what_the_messages_say_is_a_way(place: str, dtype: torch.dtype, tmp_path
     if dtype == torch.float32:  # AdamW has no masters
         assert_close_ulp(*ends)
     assert all(maximum.any() for maximum in ends[0][3::4])
-
-
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("stepped", [False, True])
-def test_a_state_dict_brings_amsgrad(place: str, stepped: bool, tmp_path: Path) -> None:
-    """To an optimizer that was built without, as with AdamW; stepped: and has state without."""
-    source = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True))
-    source.train(range(3))
-    ends = []
-    for make in (made(place, tmp_path), adamw):
-        run = Run(make)
-        if stepped:
-            run.train(range(7, 9))
-            run.optimizer.zero_grad()
-        run.model.load_state_dict(source.model.state_dict())
-        run.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
-        assert run.optimizer.param_groups[0]["amsgrad"]
-        run.train(range(3, 6))
-        ends.append([*run.model.parameters(), *run.state()])
-        assert make is adamw or not place.startswith("disk") or bytes_on_disk(tmp_path) > 0
-    assert_close_ulp(*ends)
-    assert float(ends[0][-4]) == 6
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_state_dict_that_brings_amsgrad_may_be_made_of_live_views(place: str, tmp_path: Path) -> None:
-    """Of the same optimizer's state, whose memory goes; and of before the last step, when they showed older state."""
-    ends = []
-    for make in (made(place, tmp_path), adamw):
-        run = Run(make)
-        run.train(range(2))
-        saved = run.optimizer.state_dict()
-        for p in run.model.parameters():
-            assert run.optimizer.state[p]["exp_avg"].any()
-        run.train(range(2, 3))
-        run.optimizer.zero_grad()
-        for entry in saved["state"].values():
-            entry["max_exp_avg_sq"] = torch.full_like(entry["exp_avg"], 0.5)
-        saved["param_groups"][0]["amsgrad"] = True
-        run.optimizer.load_state_dict(saved)
-        run.train(range(3, 5))
-        ends.append([*run.model.parameters(), *run.state()])
-    assert_close_ulp(*ends)
-    assert float(ends[0][-4]) == 5
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if "offload_gradients" in PLACES[place]])
@@ -295,7 +227,7 @@ def test_amsgrad_is_switched_off_and_on_again_as_with_adamw(place: str, tmp_path
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_changes_no_order_of_elements_is_no_other_format(place: str, tmp_path: Path) -> None:
+def test_strides_that_keep_the_order_of_elements_are_accepted(place: str, tmp_path: Path) -> None:
     """Strides of axes of length 1, and gaps between elements that lie in the order of their indices."""
     ends = []
     for changes in (False, True):

@@ -54,7 +54,7 @@ def test_the_first_peak_counts_at_once() -> None:
     assert forecast.room()[:2] == (380, 380)
 
 
-def test_what_a_neighbour_has_taken_by_the_update_is_given_back_before_the_next_peak() -> None:
+def test_state_gives_way_before_the_next_peak_to_a_neighbour_that_takes_memory() -> None:
     forecast = Forecast()
     play(forecast, steady(600, 4, swing=300))
     held = 380
@@ -116,18 +116,18 @@ def levels(forecast: Forecast, others: Sequence[int], own: int = 300) -> list[in
     return found
 
 
-def test_what_others_give_back_is_used_at_once_if_they_never_took() -> None:
+def test_memory_that_others_give_back_is_used_at_once_if_they_never_took() -> None:
     assert levels(Forecast(), [400, 400, 100, 100]) == [280, 280, 580, 580]
 
 
-def test_those_who_took_before_may_take_again() -> None:
+def test_a_third_is_left_to_others_who_took_before() -> None:
     """A third of the most that they took at a time is left to them, until four iterations have seen it free."""
     rooms = levels(Forecast(), [100, 400, 100, 100, 100, 100, 100])
     assert rooms == [580, 280, 480, 480, 480, 580, 580]
     assert levels(Forecast(), [400, 100, 220, 100])[-1] == 580 - 40
 
 
-def test_what_this_process_gives_back_is_used_when_it_has_done_without_for_some_iterations() -> None:
+def test_memory_that_this_process_gives_back_is_used_after_some_iterations() -> None:
     """Its next batch may be as large again, and it would be its own code that ran out of memory."""
     forecast = Forecast()
     levels(forecast, [200], own=500)
@@ -146,14 +146,14 @@ def iterate(forecast: Forecast, count: int, fits: int = TOTAL) -> list[int]:
     return found
 
 
-def test_what_fitted_when_an_allocation_failed_is_the_most_until_it_is_tried_again() -> None:
+def test_after_a_failed_allocation_no_more_is_planned_for_some_iterations() -> None:
     forecast = Forecast()
     assert iterate(forecast, 1, fits=200) == [380]
     assert iterate(forecast, REMEMBERED + 2) == [200] * REMEMBERED + [380] * 2
     assert forecast.margin == SPARED
 
 
-def test_what_fails_counts_at_once() -> None:
+def test_a_failed_allocation_counts_at_once() -> None:
     """State that gave way in backward must not come back in the step of the same iteration."""
     forecast = Forecast()
     forecast.sample(Op.UPDATE, 300, 100, TOTAL)
@@ -173,7 +173,7 @@ def test_leaving_makes_no_more_room_than_there_is_while_updating() -> None:
     assert forecast.room().more == 300 - room.resident
 
 
-def test_what_fails_again_is_tried_less_and_less_often_until_it_no_longer_does() -> None:
+def test_repeated_failures_are_tried_less_and_less_often() -> None:
     forecast = Forecast()
     rooms = iterate(forecast, 330, fits=200)
     assert [len(list(run)) for room, run in itertools.groupby(rooms) if room == 200] == [4, 8, 16, 32, 64, 100, 99]
@@ -188,7 +188,7 @@ def run_out(forecast: Forecast, held: int, retried_peak: int) -> None:
     forecast.end_iteration()
 
 
-def test_what_the_user_ran_out_of_is_remembered_for_long() -> None:
+def test_the_peak_at_which_user_code_ran_out_is_remembered_for_long() -> None:
     forecast = Forecast()
     play(forecast, steady(300, 5))
     run_out(forecast, 680, retried_peak=500)
@@ -315,7 +315,7 @@ def test_every_history_is_forgotten(history: list[Event], taken: int, swing: int
 
 
 @pytest.mark.parametrize("happens", [Forecast.end_iteration, lambda f: f.allocation_failed(5), lambda f: f.ran_out(5)])
-def test_what_happens_before_the_first_sample_does_no_harm(happens: Callable[[Forecast], None]) -> None:
+def test_events_before_the_first_sample_do_no_harm(happens: Callable[[Forecast], None]) -> None:
     forecast = Forecast()
     happens(forecast)
     forecast.end_iteration()

@@ -63,7 +63,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Pynvml:
 
 
 @pytest.mark.parametrize("uuid", [UUID, "MIG-77aa"])
-def test_what_nvml_says_counts_and_what_the_allocator_has_unused(uuid: str, nvml: Pynvml, said: list[str]) -> None:
+def test_free_memory_is_nvmls_and_the_allocators(uuid: str, nvml: Pynvml, said: list[str]) -> None:
     monitor = monitor_of(Card(uuid, free=1, unused=50))
     assert monitor.reading == Reading(Memory(600_050, TOTAL), Source.NVML)
     monitor.sample(always=True)

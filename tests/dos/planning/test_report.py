@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import math
 import re
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from perfmodel import Lane, Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
-from tests.support.clock import eventually
 from tests.support.devices import UpdatesAfterStep
 from tests.support.random_plans import all_in
 from tests.support.training import SLOW, bits, mlp, profile, train
@@ -132,23 +130,6 @@ def test_asking_while_updates_are_under_way_neither_waits_nor_changes_a_bit() ->
     assert bits(model.parameters()) == bits(twin.parameters())
 
 
-def test_asking_waits_for_no_other_thread_that_waits() -> None:
-    model, optimizer, device = attached("cpu")
-    train(model, optimizer, 2)
-    optimizer.synchronize()
-    known = optimizer.metrics()
-    device.returned.clear()
-    train(model, optimizer, 1, first_step=2)
-    waiting = threading.Thread(target=optimizer.synchronize)
-    waiting.start()
-    assert eventually(lambda: not optimizer._lock.acquire(blocking=False) or optimizer._lock.release())
-    assert optimizer.metrics() == known
-    assert waiting.is_alive()
-    device.returned.set()
-    waiting.join()
-    assert optimizer.metrics() != known
-
-
 def test_figures_are_of_one_step() -> None:
     policy = Chosen()
     model, optimizer, _ = attached(policy)
@@ -209,7 +190,7 @@ def said(**options: object) -> str:
     return optimizer.explain()
 
 
-def test_what_keeps_memory_from_state_is_said() -> None:
+def test_explain_says_why_memory_is_not_used_for_state() -> None:
     text = said(memory_budget=STATE // 2)
     assert re.search(
         r"Not used for state: 0.9\d MiB by memory_budget=, .* KiB because 1.25 subgroups must be free", text

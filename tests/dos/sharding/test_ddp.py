@@ -97,7 +97,7 @@ def test_bad_input() -> None:
 
 
 @on_pair
-def test_what_must_not_change_is_refused_on_every_rank_after_gradients_have_left() -> None:
+def test_switches_are_refused_on_every_rank() -> None:
     """The same gradients are used once it is put back."""
     ends = []
     for switched in (False, True):

@@ -48,7 +48,9 @@ def tensor(numel: int, offset: int, dtype: torch.dtype, seed: int) -> Tensor:
     seed=st.integers(0, 99),
     change=st.sampled_from(sorted(CHANGES)),
 )
-def test_what_changes_is_seen(numel: int, offset: int, dtype: torch.dtype, seed: int, change: str) -> None:
+def test_a_fingerprint_differs_when_bits_do(
+    numel: int, offset: int, dtype: torch.dtype, seed: int, change: str
+) -> None:
     values = tensor(numel, offset, dtype, seed)
     before, bits = fingerprint(values), values.clone()
     assert rewritten((before, values), (before, bits)) == [False, False], "where it lies does not matter"

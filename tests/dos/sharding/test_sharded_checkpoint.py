@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dos import DOSAdam
-from tests.support.ranks import Ranks, on_pair, on_ranks
+from tests.support.disk import TWO_WINDOWS, bytes_on_disk, files
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import (
     adamw,
     assert_close,
@@ -35,7 +32,6 @@ from tests.support.sharded import (
     shard,
     train,
     values,
-    whole,
 )
 
 CODED = {"state_format": "int8", "subgroup_size": 5000}
@@ -101,65 +97,6 @@ def test_resume(
     (pair if before is None else ranks).run(resume, str(tmp_path), before, after, dtype, how, settings, later)
 
 
-@on_ranks
-def test_a_full_state_dict_of_one_rank() -> None:
-    """test_sharded_random.py has those of all ranks."""
-    through = build(4, torch.bfloat16)
-    train(*through, steps=range(2))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = get_model_state_dict(through[0], options=options)
-    state = copy.deepcopy(get_optimizer_state_dict(*through, options=options))  # its steps are live, as AdamW's
-    if dist.get_rank() == 0:
-        assert not any(isinstance(v, DTensor) for entry in state["state"].values() for v in entry.values())
-    load_options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    resumed = build(2, torch.bfloat16, policy="cpu")
-    set_model_state_dict(resumed[0], weights, options=load_options)
-    set_optimizer_state_dict(*resumed, state, options=load_options)
-    go_on(through, resumed)
-
-
-@pytest.mark.parametrize(("before", "after"), [("adamw", "dos"), ("dos", "adamw")])
-@on_ranks
-def test_from_and_to_adamw(tmp_path: Path, before: str, after: str) -> None:
-    through, resumed = build(4, torch.float32, before), build(2, torch.float32, after)
-    train(*through, steps=range(2))
-    save(tmp_path, *through, "save")
-    load(tmp_path, *resumed)
-    for pair in (through, resumed):
-        train(*pair, steps=range(2, 4))
-    assert_close(values(resumed[0]), values(through[0]))
-
-
-@on_ranks
-def test_plain_state_dicts() -> None:
-    """As torch.save writes them, each rank its own, and a whole one from a run that was not divided."""
-    through = build(4, torch.float32, policy="resident")
-    train(*through, steps=range(2))
-    state = copy.deepcopy(through[1].state_dict())
-    for entry, parameter in zip(state["state"].values(), through[0].parameters(), strict=True):
-        assert isinstance(entry["exp_avg"], DTensor)
-        assert entry["exp_avg"].placements == parameter.placements
-    resumed = build(4, torch.float32, policy="cpu")
-    resumed[0].load_state_dict(through[0].state_dict())
-    resumed[1].load_state_dict(state)
-    undivided = {
-        "state": {i: {k: whole(v) for k, v in entry.items()} for i, entry in state["state"].items()},
-        "param_groups": state["param_groups"],
-    }
-    again = build(2, torch.float32, policy="resident")
-    for theirs, mine in zip(again[0].parameters(), values(through[0]), strict=True):
-        theirs.data.copy_(distribute_tensor(mine, theirs.device_mesh, theirs.placements))
-    again[1].load_state_dict(undivided)
-    go_on(through, resumed, again)
-
-
-@on_pair
-def test_reading_the_state_of_a_fresh_optimizer_changes_nothing() -> None:
-    quiet, read = (build(None, torch.float32, policy="resident") for _ in range(2))
-    assert all(float(entry["step"]) == 0 for entry in get_optimizer_state_dict(*read)["state"].values())
-    go_on(quiet, read)
-
-
 @on_pair
 def test_loaded_state_is_not_there_twice(tmp_path: Path) -> None:
     through, resumed = (build(None, torch.bfloat16, policy="cpu") for _ in range(2))
@@ -177,7 +114,7 @@ def test_loaded_state_is_not_there_twice(tmp_path: Path) -> None:
 
 
 @on_pair
-def test_what_is_written_to_a_state_dict_counts() -> None:
+def test_writes_to_a_state_dict_count() -> None:
     ends = []
     for through in (build(None, torch.float32, "adamw"), build(None, torch.float32, policy="resident")):
         train(*through, steps=range(2))
@@ -218,3 +155,53 @@ def test_full_state_loads_where_ranks_divide_blocks(ranks: Ranks, one_kernel_thr
         assert "exp_avg_codes" in codes
         alone.append({"codes": codes, "exp_avg": optimizer.adamw_state(parameter)["exp_avg"]})
     ranks.run(full_state_into_divided_blocks, alone)
+
+
+# State on disk: each rank has a file of its own.
+
+WIDE = 60
+
+
+def build_on_disk(disk: Path | None, dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, DOSAdam]:
+    """Some 15,000 parameters on each of two ranks."""
+    divided = shard(model(WIDE, dtype=dtype), mesh_of())
+    place = {} if disk is None else {"disk": disk, "host_memory": TWO_WINDOWS}
+    return divided, dos_adam(divided.parameters(), **{"policy": "cpu", "subgroup_size": 2048, **place, **settings})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "rich", "attach"),
+    [
+        (torch.bfloat16, {"policy": "stride:2"}, False, True),
+        (torch.float32, {"offload_gradients": True, "host_memory": 220_000, "max_grad_norm": 0.05}, False, False),
+        (torch.bfloat16, {}, True, False),
+    ],
+)
+@on_pair
+def test_state_on_disk_has_the_bits_of_memory_and_of_a_resumed_run(
+    tmp_path: Path, dtype: torch.dtype, settings: dict[str, Any], rich: bool, attach: bool
+) -> None:
+    """Also where training goes on from a checkpoint. rich: the second rank has all state in memory."""
+    disk, checkpoint = tmp_path / "disk", tmp_path / "checkpoint"
+    rich = rich and dist.get_rank() == 1
+    ours = {**settings, "host_memory": 10**7} if rich else settings
+    through, resumed = build_on_disk(disk, dtype, **ours), build_on_disk(disk, dtype, **ours)
+    in_memory = build_on_disk(None, dtype, **{key: value for key, value in settings.items() if key != "host_memory"})
+    if attach:
+        through[1].attach(through[0])
+    train(*through, steps=range(2), micro_batches=2)
+    save(checkpoint, *through, "save")
+    load(checkpoint, *resumed)
+    for pair in (through, resumed):
+        train(*pair, steps=range(2, 4), micro_batches=2)
+        pair[1].synchronize()
+    train(*in_memory, steps=range(4), micro_batches=2)
+    for module, optimizer in (through, resumed):
+        assert_equal(values(module), values(in_memory[0]))
+        plan = optimizer.plan()
+        assert plan is not None
+        assert bool(plan.on_disk) is not rich
+    dist.barrier()
+    assert len(files(disk)) == 2 * dist.get_world_size()
+    assert bytes_on_disk(disk) > 0
+    dist.barrier()

@@ -192,9 +192,7 @@ def test_folding_leaves_other_optimizers_alone(folding: None) -> None:
     [(False, True, 2), (True, False, 2), (True, True, 0)],
 )
 @on_ranks
-def test_what_is_infinite_on_one_rank_skips_the_step_on_all_and_scales_stay_equal(
-    unscale: bool, known: bool, block: int
-) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(unscale: bool, known: bool, block: int) -> None:
     """block: 2 is of a mesh of two ranks each, at which GradScaler does not look on the others."""
     divided = mixed_meshes(head=False)  # GradScaler takes no mixture of DTensors and others
     optimizer = dos_adam([*divided[2].parameters(), *divided[0].parameters()], policy="cpu")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.ranks import on_pair
@@ -19,10 +17,8 @@ from tests.support.sharded import (
     assert_equal,
     batch,
     dos_adam,
-    load,
     mesh_of,
     model,
-    save,
     shard,
     train,
     trained,
@@ -118,18 +114,6 @@ def test_ranks_that_disagree(setting: str, values: tuple[Any, Any], message: str
     with pytest.raises(RuntimeError, match=mine):
         optimizer.step()
     dist.barrier()  # no rank is waiting in another collective
-
-
-@on_pair
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    other = shard(model(blocks=1), mesh_of())
-    save(tmp_path, other, dos_adam(other.parameters()), "save")
-    divided = shard(model(), mesh_of())
-    optimizer = dos_adam(divided.parameters())
-    with pytest.raises(CheckpointException, match=r"Missing key .* model\.1\."):  # on every rank
-        load(tmp_path, divided, optimizer)
-    train(divided, optimizer)
-    assert_equal(values(divided), trained(dos_adam))
 
 
 @on_pair

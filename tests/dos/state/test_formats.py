@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
 from dos.kernels.adam import joined
 from dos.kernels.masters import follow
+from dos.kernels.update import AdamBatch
+from dos.rules.adamw import AdamW
+from dos.rules.base import Run
 from perfmodel import Op, Placement, Plan, Workload
+from perfmodel.format import Field, Format
 from tests.support.devices import Copying
-from tests.support.random_plans import all_in
-from tests.support.training import bits, maker, mlp, plan_anew, train
+from tests.support.random_plans import RandomPlans, all_in
+from tests.support.training import FAST, bits, maker, mlp, plan_anew, train
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -132,23 +137,6 @@ def test_a_write_that_nobody_sees_makes_no_nan() -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_the_default_has_a_name() -> None:
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        kept = []
-        for name in ("split", None):
-            model = mlp(dtype)
-            optimizer = DOSAdam(model.parameters(), state_format=name)
-            train(model, optimizer, 1)
-            kept.append([(key, value.dtype) for entry in optimizer.state.values() for key, value in entry.items()])
-        assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize("found", ["int4", "Split", "", 0, torch.float32])
-def test_a_format_that_does_not_exist(found: object) -> None:
-    with pytest.raises(ValueError, match="state_format must be None, 'split', 'float32' or 'int8', found"):
-        DOSAdam(mlp().parameters(), state_format=found)  # type: ignore[arg-type]
-
-
 VALUES = [0.0, -0.0, 1.0, -1.5, torch.inf, -torch.inf, torch.nan, 2.0**-133]
 
 
@@ -169,3 +157,40 @@ def test_a_whole_master_follows_by_the_same_rule(value: float) -> None:
         assert torch.equal(master.signbit(), parameter.signbit())
     else:
         assert kept.all()
+
+
+# One that nothing knows: it needs what docs/architecture.md names, and nothing else.
+
+
+class WithNotes(AdamW):
+    """AdamW's state has one more field, of which its kernels know nothing."""
+
+    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
+        known = super().format(parameter, accelerated=accelerated, extra=extra)
+        return Format("with notes", known.values, (*known.fields, Field("notes", "int16", "notes")))
+
+    def batch(self, runs: Sequence[Run]) -> AdamBatch:
+        return super().batch([run._replace(fields=known_fields(run)) for run in runs])
+
+
+def known_fields(run: Run) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in run.fields.items() if name != "notes"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_format_with_a_field_of_its_own(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    reference = DOSAdam(twin.parameters())
+    train(twin, reference, 8)
+    monkeypatch.setattr(DOSAdam, "_rule", WithNotes)
+    device = EmulatedDevice(FAST, 10**9)
+    optimizer = DOSAdam(model.parameters(), policy=RandomPlans(0, slots=2), subgroup_size=150, device=device)
+    train(model, optimizer, 1)
+    for number, p in enumerate(model.parameters()):
+        optimizer.state[p]["notes"].fill_(number)
+    train(model, optimizer, 7, first_step=1)
+    assert bits(model.parameters()) == bits(twin.parameters())
+    for number, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+        assert bits([optimizer.state[p]["exp_avg"]]) == bits([reference.state[q]["exp_avg"]])
+        assert optimizer.state[p]["notes"].unique().tolist() == [number], "it goes wherever state goes"
+    assert "notes" in optimizer.state_dict()["state"][0]

@@ -75,7 +75,7 @@ def test_neighbours_share_huge_pages() -> None:
     assert "hg" not in mapping_of(tensor.tensor)[2]
 
 
-def test_what_was_given_back_is_not_taken_again_by_neighbours() -> None:
+def test_released_pages_are_not_made_again_by_neighbours() -> None:
     tensor = made(range(16))
     for number in (3, 8, 15):
         tensor.release(number * PART, (number + 1) * PART)
@@ -85,7 +85,7 @@ def test_what_was_given_back_is_not_taken_again_by_neighbours() -> None:
     assert not tensor.tensor[3 * PART : 4 * PART].any()
 
 
-def test_what_was_shown_on_disk_takes_nothing_afterwards() -> None:
+def test_memory_that_files_were_mapped_over_takes_nothing_afterwards() -> None:
     """Though all of a huge page may be such."""
     tensor = made(())
     map_memory(tensor.tensor.data_ptr(), 32 * PART)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import pytest
@@ -62,34 +61,6 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("failing", "policy", "attach", "offload_gradients"),
-    [
-        (0.01, "adaptive", True, False),
-        (0.1, "adaptive", False, True),
-        (0.1, "stride:2", False, False),
-        (0.1, 0.5, True, False),
-        (1.0, "adaptive", True, True),
-        (1.0, "stride:2", False, False),
-    ],
-)
-def test_allocations_that_fail_at_random_change_no_bit(
-    failing: float, policy: str | float, attach: bool, offload_gradients: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = Unreliable(failing)
-    with caplog.at_level(logging.WARNING, logger="dos"):
-        _, optimizer = trained_as_on_host(
-            device, attach, policy=policy, subgroup_size=50, offload_gradients=offload_gradients
-        )
-    warned = [r.message for r in caplog.records if "no device memory" in r.message]
-    assert len(warned) == (1 if device.failures else 0)
-    if failing == 1.0:
-        assert device.failures
-        assert device.peak_bytes == 0
-    optimizer.release_memory()
-    assert held(device) == 0
-
-
 def test_after_failures_state_comes_to_the_device_again() -> None:
     device = Unreliable(1.0)
     model, optimizer = trained_as_on_host(device)
@@ -133,15 +104,3 @@ def test_release_says_how_much_it_gave_back() -> None:
     assert optimizer.release_memory() == before > 0
     assert optimizer.release_memory() == 0
     assert DOSAdam(mlp().parameters()).release_memory() == 0
-
-
-@pytest.mark.parametrize("capacity", [10**6, STATE_BYTES // 2])
-def test_an_optimizer_that_is_gone_holds_nothing(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even through log records of what did not fit, which user code keeps."""
-    device = EmulatedDevice(FAST, capacity)
-    _, optimizer = trained_as_on_host(device, policy=0.0)
-    assert held(device) > 0
-    assert len(caplog.records) == (capacity < STATE_BYTES)
-    del optimizer
-    gc.collect()
-    assert held(device) == 0

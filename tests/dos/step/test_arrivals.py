@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,40 +12,15 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import LANE_OF, Copy, Job
-from dos.planning.policies import AdaptivePolicy
-from perfmodel import Op, Placement, Plan, Workload
-from tests.support.devices import Asked, Copying, LateDevice, jittery_device
+from perfmodel import Op, Placement
+from tests.support.devices import Asked, Copying, LateDevice
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.random_plans import all_in
+from tests.support.random_plans import InTurn
 from tests.support.training import FAST, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CPU, STREAMED, RESIDENT = Placement
-
-
-class Changes(AdaptivePolicy):
-    """Another plan at every call, of which there are two in an iteration: as backward begins, and in the update."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.random = random.Random(seed)
-
-    def __call__(self, workload: Workload) -> Plan:
-        n = len(workload.subgroups)
-        placements = tuple(self.random.choices(list(Placement), [1, 1, 2], k=n))
-        return Plan(placements, tuple(self.random.sample(range(n), n)), slots=2)
-
-
-class InTurn(AdaptivePolicy):
-    """All subgroups in one place, at each call the next; the last one stays."""
-
-    def __init__(self, *placements: Placement) -> None:
-        super().__init__()
-        self.placements = list(placements)
-
-    def __call__(self, workload: Workload) -> Plan:
-        return all_in(self.placements.pop(0) if len(self.placements) > 1 else self.placements[0], workload, slots=2)
 
 
 class Failing(EmulatedDevice):
@@ -112,22 +86,6 @@ def test_state_that_comes_to_stay_travels_before_the_step() -> None:
     assert [asked.subgroup for asked in early if asked.op is Op.PREFETCH] == list(range(len(optimizer.plan() or ())))
 
 
-@pytest.mark.parametrize(("unused", "attached"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("seed", range(2))
-def test_plans_that_change_between_backward_and_step_change_no_bit(seed: int, unused: bool, attached: bool) -> None:
-    """What arrives may have to leave in the same step, with an update or, where there is no gradient, without one.
-
-    Lanes overtake each other in every way.
-    """
-
-    device = jittery_device(seed)
-    model, optimizer = start(Changes(seed), device)
-    if attached:
-        optimizer.attach(model)
-    train_both(model, optimizer, 8, range(1, 8, 2) if unused else ())
-    assert device.usage().held == 0
-
-
 def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> None:
     model, optimizer = start(InTurn(CPU, RESIDENT, CPU), late(Op.PREFETCH))
     train_both(model, optimizer, 3, unused=[1])  # it leaves without an update, behind which it would wait anyway
@@ -144,26 +102,6 @@ def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
 
     twin = mlp()
     assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
-
-
-@pytest.mark.parametrize("expected", [RESIDENT, STREAMED])
-def test_memory_is_not_given_away_while_state_that_does_not_stay_is_still_arriving(
-    expected: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The allocator, which knows nothing of the copy, would give it to others, to whom the copy writes.
-
-    expected: as backward begins.
-    """
-    device = FakeCudaDevice(install(monkeypatch, None))
-    freed = note_freed(device, monkeypatch)
-    model = mlp()
-    optimizer = DOSAdam(model.parameters(), policy=InTurn(*[CPU] * 3, expected, CPU), subgroup_size=150, device=device)
-    train(model, optimizer, 3)
-    optimizer.synchronize()
-    for op in LANE_OF:
-        device.copy(op, 0, []).wait()  # to the end of each stream
-    assert freed
-    assert all(torch.equal(buffer, then) for buffer, then in freed)
 
 
 @pytest.mark.parametrize("place", [RESIDENT, STREAMED])

@@ -34,12 +34,12 @@ pytestmark = pytest.mark.usefixtures("one_core")
 STEPS = 2
 HOST, CPU, RESIDENT = Program(None), Program("cpu"), Program(0.0)
 STREAMED, ATTACHED = Program("stride:1"), Program("stride:2", attached=True)
-OFFLOADED, NATIVE = Program("stride:2", offload_gradients=True), Program(0.5, offload_gradients="native")
+OFFLOADED, HALF = Program("stride:2", offload_gradients=True), Program(0.5, offload_gradients=True)
 DISK = Program("stride:2", disk=True)
 
 DEVICE = CPU, RESIDENT, STREAMED, DISK
 PLAIN = HOST, *DEVICE
-ALL = *PLAIN, ATTACHED, OFFLOADED, NATIVE
+ALL = *PLAIN, ATTACHED, OFFLOADED, HALF
 
 
 class Call(NamedTuple):
@@ -106,7 +106,7 @@ MOMENTS = [
     Moment("step", Reconciler, "count", PLAIN, DONE, BROKEN),
     Moment("step", Ledger, "issue", (CPU, ATTACHED, OFFLOADED, DISK), DONE, BROKEN),
     Moment("step", Step, "issue", (*DEVICE, ATTACHED, OFFLOADED), DONE, BROKEN),
-    Moment("step", Clipping, "forget", (HOST, ATTACHED, OFFLOADED, NATIVE), DONE, BROKEN),
+    Moment("step", Clipping, "forget", (HOST, ATTACHED, OFFLOADED, HALF), DONE, BROKEN),
     Moment("step", Backward, "end", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
     Moment("step", Ledger, "settle", (HOST, CPU, RESIDENT), DONE, DONE),
     Moment("step", Backward, "begin", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
@@ -114,8 +114,8 @@ MOMENTS = [
     Moment("load", Session, "install_state", PLAIN, DONE, BROKEN),
     # A hook in which Ctrl-C comes ends, and torch ends backward or forward with it.
     Moment("backward", Backward, "count", (CPU, OFFLOADED), UNCHANGED, UNCHANGED),
-    Moment("backward", Ledger, "send", (CPU, OFFLOADED, NATIVE), UNCHANGED, UNCHANGED),
-    Moment("backward", OffloadedGradients, "take", (OFFLOADED, NATIVE), UNCHANGED, UNCHANGED),
+    Moment("backward", Ledger, "send", (CPU, OFFLOADED, HALF), UNCHANGED, UNCHANGED),
+    Moment("backward", OffloadedGradients, "take", (OFFLOADED, HALF), UNCHANGED, UNCHANGED),
     Moment("backward", Ledger, "join", (ATTACHED,), UNCHANGED, UNCHANGED),
     Moment("clip", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
     Moment("norm", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),

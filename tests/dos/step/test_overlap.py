@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -85,29 +84,6 @@ def test_accumulation_sends_only_the_last_after_one_iteration() -> None:
     assert len(gradients) == len(optimizer.plan())
 
 
-@pytest.mark.parametrize(("unscale", "edit"), [(False, True), (True, False)])
-def test_gradients_that_left_before_a_scaler_changed_them_are_sent_again(unscale: bool, edit: bool) -> None:
-    """GradScaler writes without counting a version; the early copies are long over when it does."""
-
-    def run(make: Make) -> Iterable[Tensor]:
-        model = mlp()
-        optimizer = make(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        for step in range(4):
-            optimizer.zero_grad()
-            scaler.scale(model(batch(step)).square().mean()).backward()
-            time.sleep(0.02)
-            if unscale:
-                scaler.unscale_(optimizer)
-            if edit and step == 2:
-                model[0].weight.grad.mul_(0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        return model.parameters()
-
-    assert_as_on_host(run, "cpu")
-
-
 def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> None:
     model, twin = mlp(), mlp()
     device = UpdatesAfterStep(SLOW, capacity=10**7)
@@ -139,55 +115,6 @@ def test_an_attached_model_is_updated_in_the_order_of_use() -> None:
     optimizer.synchronize()
     sent = [asked.nbytes for asked in device.asked if asked.op is Op.PARAMETER]
     assert sent == [p.nbytes for p in model.parameters()] * 2
-
-
-class Odd(nn.Module):
-    """Ties weights, calls a module twice, one never, uses a module's weight without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = nn.Parameter(torch.ones(24))
-        self.first = nn.Linear(24, 24)
-        self.twice = nn.Linear(24, 24)
-        self.never = nn.Linear(24, 24)
-        self.reached_into = nn.Linear(24, 24)
-        self.tied = nn.Linear(24, 24, bias=False)
-        self.tied.weight = self.first.weight
-        self.sometimes = nn.Linear(24, 24)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.first(x * self.scale)
-        x = self.twice(self.twice(x)).tanh()
-        x = nn.functional.linear(x, self.reached_into.weight)
-        if self.calls % 3 == 0:
-            x = self.sometimes(x)
-        return self.tied(x)
-
-
-@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.5])
-def test_odd_models(policy: str | float) -> None:
-    def run(make: Make) -> list[Tensor]:
-        model = Odd()
-        optimizer = make(model.parameters())
-        optimizer.attach(model)
-        losses = []
-        for step in range(8):
-            optimizer.zero_grad()
-            loss = model(batch(step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-            if step == 4:
-                model.eval()
-                with torch.no_grad():
-                    losses.append(model(batch(step)).sum())
-                model.train()
-        return [*losses, *model.state_dict().values()]
-
-    assert_as_on_host(run, policy, machine=SLOW)
 
 
 @pytest.mark.parametrize(
@@ -241,34 +168,6 @@ def test_compiled_models(how: str) -> None:
     assert train(called, optimizer, 5) == train(twin, DOSAdam(twin.parameters()), 5)
     optimizer.synchronize()
     assert bits(model.parameters()) == bits(twin.parameters())
-
-
-class Odder(nn.Module):
-    """Lightning's training_step is no forward and uses the root's own parameter; another parameter is in no model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.positions = nn.Parameter(torch.randn(300, 24))
-        self.layer = nn.Linear(24, 7)
-
-    def training_step(self, x: Tensor, outside: Tensor) -> Tensor:
-        return (self.layer(x + self.positions[:8]) * outside).square().mean()
-
-
-def test_parameters_that_no_forward_waits_for_are_finished_by_the_step() -> None:
-    def run(make: Make) -> Iterable[Tensor]:
-        model, outside = Odder(), nn.Parameter(torch.ones(7))
-        optimizer = make([*model.parameters(), outside])
-        optimizer.attach(model)
-        for step in range(6):
-            optimizer.zero_grad()
-            model.training_step(batch(step), outside).backward()
-            optimizer.step()
-        optimizer.synchronize()
-        return [*model.parameters(), outside]
-
-    assert_as_on_host(run, "cpu", machine=SLOW, subgroup_size=1000)
 
 
 def test_an_attached_optimizer_of_host_parameters_sees_edits_and_disturbs_no_graph() -> None:
@@ -336,21 +235,6 @@ def test_backward_of_a_graph_from_before_an_attached_step_is_refused_as_with_ada
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(before, inputs)
-
-
-def test_gradients_are_zeroed_in_place_behind_the_step_that_reads_them() -> None:
-    def run(make: Make) -> Iterable[Tensor]:
-        model = mlp()
-        optimizer = make(model.parameters())
-        optimizer.attach(model)
-        for step in range(3):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        optimizer.synchronize()
-        return model.parameters()
-
-    assert_as_on_host(run, "cpu", machine=SLOW)
 
 
 def test_scripting_an_attached_model_says_how() -> None:

@@ -203,23 +203,6 @@ def test_gradients_leave_no_more_once_a_backward_was_captured(monkeypatch: pytes
     torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], torch.full((300,), expected))
 
 
-def test_new_parameters_come_behind_what_the_caller_has_queued(runtime: Runtime) -> None:
-    """The rest of backward, where gradients have left in it."""
-    runtime.caller = FakeStream(runtime)
-    layer, reads = nn.Linear(20, 15), list[list[bytes]]()
-    optimizer = DOSAdam(layer.parameters(), device=FakeCudaDevice(runtime), policy="cpu")
-    optimizer.attach(layer)
-    for number in range(3):
-        optimizer.zero_grad()
-        layer(torch.ones(2, 20)).sum().backward()
-        runtime.caller.enqueue(lambda: reads.append(bits(layer.parameters())))
-        was = bits(layer.parameters())
-        optimizer.step()
-        optimizer.synchronize()
-        runtime.complete(runtime.caller.record())
-        assert reads[number] == was
-
-
 def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward needs their memory, however late the CPU lane comes to that."""
     model, device = mlp(), FakeCudaDevice(runtime)

@@ -97,6 +97,21 @@ def test_a_model_whose_weights_stream_is_not_moved(move: Callable[[nn.Module], o
     train(model, optimizer, 1)
 
 
+def test_weights_that_user_code_writes_between_micro_batches_are_fetched_anew() -> None:
+    def written(weights: Any) -> list[bytes]:
+        model = net()
+        optimizer = start(model, weights)
+        loss(model, 0).backward()
+        with torch.no_grad():
+            model.blocks[0].both.weight.mul_(0.5)
+        loss(model, 1).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        return bits(model.parameters())
+
+    assert written(0) == written(None)
+
+
 def test_exchanged_parameters_are_refused() -> None:
     model = net()
     start(model, 0)
@@ -149,7 +164,10 @@ def test_two_blocks_are_on_the_device_at_a_time_and_the_next_one_comes_while_one
     train(model, optimizer, 2, micro_batches=1)
     assert device.most == 2
     assert not device.filled
-    assert device.fetched == 2 * [0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0]  # the last one stays for backward
+    assert device.fetched == 2 * [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]  # the last two stay for backward
+    device.fetched.clear()
+    train(model, optimizer, 1, micro_batches=2)
+    assert device.fetched == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]  # and the first two for forward
 
 
 def test_frozen_blocks_are_freed_as_others_are() -> None:
@@ -313,11 +331,16 @@ def test_model_and_optimizer_go_without_the_garbage_collector() -> None:
 
 
 def test_parameters_are_on_the_host_where_the_optimizer_was_given_a_device() -> None:
-    """Until attach() is called; a step before says so."""
+    """Until attach() is called; a forward or step before says so."""
     model = net()
     optimizer = DOSAdam(model.parameters(), device="cuda", offload_gradients=True)
-    loss(model, 0).backward()
-    with pytest.raises(
-        RuntimeError, match=r"on the host, and the optimizer was built with device=cuda; call optimizer"
-    ):
+    other = net()
+    other(inputs(0, other))  # of another model
+    with pytest.raises(RuntimeError, match=r"Linear ran on the host, and its optimizer was built for an accelerator"):
+        model(inputs(0, model))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match=r"on the host, and the optimizer was built with device=cuda; call optim"):
         optimizer.step()
+    del optimizer
+    model(inputs(0, model))

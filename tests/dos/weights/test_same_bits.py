@@ -54,7 +54,7 @@ def test_state_on_disk(policy: Any, dtype: torch.dtype, tmp_path: Path) -> None:
 
     def run(weights: Any) -> list[bytes]:
         model = Layers(dtype)
-        memory = 520_000 if dtype == torch.float32 else 400_000
+        memory = 400_000 if dtype == torch.float32 else 300_000
         optimizer = start(model, weights, policy=policy, disk=tmp_path, host_memory=memory, subgroup_size=4096)
         train(model, optimizer, 4)
         optimizer.synchronize()

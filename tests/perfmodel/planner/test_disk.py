@@ -37,15 +37,20 @@ def question(**settings: Any) -> Question:
 @given(
     st.integers(8, 200),
     st.sampled_from([None, *filter(None, STATE_FORMATS)]),
-    st.sampled_from([{}, {"accumulation": True}, {"accumulation": True, "native_gradients": True}]),
+    st.booleans(),
     st.sampled_from([1, 4]),
     st.sampled_from([0, 2**24, 2**28]),
 )
 def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
-    host_gib: int, state_format: str | None, gradients: dict[str, Any], ranks: int, size: int
+    host_gib: int, state_format: str | None, offload: bool, ranks: int, size: int
 ) -> None:
     asked = question(
-        host_bytes=host_gib * GIB, state_format=state_format, ranks=ranks, fsdp=True, chosen_size=size, **gradients
+        host_bytes=host_gib * GIB,
+        state_format=state_format,
+        ranks=ranks,
+        fsdp=True,
+        chosen_size=size,
+        offload_gradients=offload,
     )
     situation = Situation(asked)
     without = Situation(asked.replace(disk_bytes=None))

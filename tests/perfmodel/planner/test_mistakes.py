@@ -83,7 +83,6 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 7e9 --machine h100 --ranks 8 --nodes 2 --hsdp --replicas 4 > found --nodes 2 and --replicas 4; choose
 --params 7e9 --machine h100 --ranks 8 --fsdp --zero 2 > found --fsdp with --zero 2; choose one of them
 --params 7e9 --machine h100 --offload-parameters > is FSDP2's CPUOffloadPolicy, found without --fsdp; add
---params 7e9 --machine h100 --native-gradients > of gradients that are offloaded; add --offload-gradients
 --params 7e9 --machine h100 --fsdp --offload-parameters --offload-gradients > as well; leave it out
 --params 7e9 --machine h100 --fsdp --offload-parameters --offload-activations 0.5 > as well; leave it out
 --params 7e9 --machine h100 --fsdp --offload-parameters --disk 2TB --host 64GB > as well; leave it out

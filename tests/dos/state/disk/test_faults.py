@@ -127,62 +127,61 @@ def test_a_truncated_file(space: DiskSpace, tmp_path: Path, size: int, direct: b
     assert not memory.any()
 
 
-@pytest.mark.parametrize("place", [0, 1, 7, PAGE - 1, 5 * PAGE + 17, SIZE - 1])
-@pytest.mark.parametrize("bit", [0, 7])
-def test_one_bit_that_is_not_what_was_written(space: DiskSpace, tmp_path: Path, place: int, bit: int) -> None:
-    first, second = space.allocate([SIZE, SIZE])
-    contents = pages(SIZE, 1)
-    space.write(first, contents)
-    space.write(second, contents)
+def flipped(contents: bytes, mask: int, *places: int) -> bytes:
+    """The same bits of 64-bit words at these bytes, as when two numbers change their signs."""
+    changed = bytearray(contents)
+    for place in places:
+        word = int.from_bytes(contents[place : place + 8], "little") ^ mask
+        changed[place : place + 8] = word.to_bytes(8, "little")
+    return bytes(changed)
+
+
+CORRUPTIONS: dict[str, Callable[[bytes, bytes, bytes, int], bytes]] = {
+    **{
+        f"bit {bit} of byte {place}": lambda now, old, other, size, bit=bit, place=place: (
+            now[:place] + bytes([now[place] ^ 1 << bit]) + now[place + 1 :]
+        )
+        for place in (0, 1, 7, PAGE - 1, 5 * PAGE + 17, SIZE - 1)
+        for bit in (0, 7)
+    },
+    **{
+        f"{mask:x} of two words {apart} apart": lambda now, old, other, size, mask=mask, apart=apart: flipped(
+            now, mask, 24, 24 + 8 * apart
+        )
+        for mask in (1 << 63, 1 << 31, 1 << 32, 1 << 15, 1)
+        for apart in (1, 2, 8, 512 // 8, 4096 // 8, 8192 // 8)
+    },
+    "zeroed": lambda now, old, other, size: now[:size] + bytes(size) + now[2 * size :],
+    "stale": lambda now, old, other, size: now[:size] + old[size : 2 * size] + now[2 * size :],
+    "swapped": lambda now, old, other, size: now[size : 2 * size] + now[:size] + now[2 * size :],
+    "shifted": lambda now, old, other, size: now[:size] + now[:size] + now[2 * size :],
+    "another's": lambda now, old, other, size: other[:size] + now[size:],
+}
+"""What becomes of an extent's contents, of older ones and another extent's, in pieces of a size."""
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_contents_that_are_not_what_was_written(space: DiskSpace, tmp_path: Path, corruption: str) -> None:
+    """Bits, sectors, pages and whole requests: lost writes, misdirected writes, foreign contents."""
+    other, extent = space.allocate([SIZE, SIZE])
     (file,) = files(tmp_path)
-    changed = bytes(contents[place : place + 1].bitwise_xor(1 << bit).tolist())
-    change(file, SIZE + place, changed)
-    assert reads(space, first, contents)
-    where = f"{4 * PAGE} bytes at byte {SIZE + place // (4 * PAGE) * 4 * PAGE}"
-    with pytest.raises(DiskError, match=f"{file}: expected what was last written there, .*{where}.*{REMEDY}"):
-        reads(space, second, contents)
-
-
-@pytest.mark.parametrize("size", [SECTOR, PAGE, 4 * PAGE])
-@pytest.mark.parametrize("fault", ["zeroed", "stale", "swapped", "shifted", "another's"])
-def test_contents_that_are_not_what_was_written(space: DiskSpace, tmp_path: Path, fault: str, size: int) -> None:
-    """Sectors, pages and whole requests: lost writes, misdirected writes, foreign contents."""
-    extent, other = space.allocate([SIZE, SIZE])
-    space.write(extent, pages(SIZE, 1))
-    (file,) = files(tmp_path)
-    stale = file.read_bytes()[:SIZE]
-    space.write(extent, contents := pages(SIZE, 2))
-    space.write(other, pages(SIZE, 3))
-    written = file.read_bytes()
-    assert written[:SIZE] == bytes(contents.tolist())
-    if fault == "zeroed":
-        change(file, size, bytes(size))
-    elif fault == "stale":
-        change(file, size, stale[size : 2 * size])
-    elif fault == "swapped":
-        change(file, 0, written[size : 2 * size] + written[:size])
-    elif fault == "shifted":
-        change(file, size, written[:size])
-    else:
-        change(file, 0, written[SIZE : SIZE + size])
-    with pytest.raises(DiskError, match="checksums differ"):
-        reads(space, extent, contents)
-
-
-@pytest.mark.parametrize("distance", [1, 2, 8, 512 // 8, 4096 // 8, 8192 // 8])
-@pytest.mark.parametrize("flip", [1 << 63, 1 << 31, 1 << 32, 1 << 15, 1])
-def test_two_changes_that_might_cancel(space: DiskSpace, tmp_path: Path, flip: int, distance: int) -> None:
-    """The same bit of two words of 64 bits, as when two numbers change their signs."""
-    (extent,) = space.allocate([SIZE])
-    space.write(extent, contents := pages(SIZE, 1))
-    (file,) = files(tmp_path)
-    written = bytearray(file.read_bytes())
-    for word in (3, 3 + distance):
-        number = int.from_bytes(written[8 * word : 8 * word + 8], "little") ^ flip
-        written[8 * word : 8 * word + 8] = number.to_bytes(8, "little")
-    change(file, 0, bytes(written))
-    with pytest.raises(DiskError, match="checksums differ"):
-        reads(space, extent, contents)
+    for size in (SECTOR, PAGE, 4 * PAGE):
+        space.write(extent, pages(SIZE, 1))
+        old = file.read_bytes()[SIZE:]
+        space.write(extent, contents := pages(SIZE, 2))
+        space.write(other, beside := pages(SIZE, 3))
+        written = file.read_bytes()
+        assert written[SIZE:] == bytes(contents.tolist())
+        spoilt = CORRUPTIONS[corruption](written[SIZE:], old, written[:SIZE], size)
+        assert len(spoilt) == SIZE
+        change(file, SIZE, spoilt)
+        first = next(i for i, (a, b) in enumerate(zip(spoilt, written[SIZE:], strict=True)) if a != b) // (4 * PAGE)
+        where = f"{4 * PAGE} bytes at byte {SIZE + first * 4 * PAGE}"
+        with pytest.raises(
+            DiskError, match=f"{file}: expected what was last written there, .*{where}.*checksums.*{REMEDY}"
+        ):
+            reads(space, extent, contents)
+        assert reads(space, other, beside)
 
 
 def test_zeros_in_one_place_are_not_zeros_in_another(space: DiskSpace, tmp_path: Path) -> None:

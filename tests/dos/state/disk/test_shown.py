@@ -145,7 +145,7 @@ def test_contents_that_something_else_changed_are_not_shown(space: DiskSpace, pl
 
 @pytest.mark.parametrize("shows", [True, False])
 @pytest.mark.parametrize("user_writes", [True, False])
-def test_what_another_program_writes_where_state_is_shown(space: DiskSpace, user_writes: bool, shows: bool) -> None:
+def test_writes_of_another_program_are_noticed(space: DiskSpace, user_writes: bool, shows: bool) -> None:
     """It is noticed before state is read or shown again."""
     extent, other = space.allocate([SIZE, SIZE])
     for each in (extent, other):
@@ -228,7 +228,7 @@ def test_a_forked_child_cannot_write_where_its_parents_state_is_mapped(space: Di
     assert not view.any()
 
 
-def test_what_cannot_be_mapped(space: DiskSpace) -> None:
+def test_a_mapping_that_fails_names_the_limit(space: DiskSpace) -> None:
     (extent,) = space.allocate([SIZE])
     with pytest.raises(OSError, match=r"mapping \d+ bytes of state failed: .*max_map_count"):
         space.show(extent, 0, SIZE, 1)  # within no page
