@@ -423,7 +423,7 @@ def test_state_gives_way_to_a_block_for_which_there_is_no_memory(seed: int, monk
     refill, random, denied = CudaDevice.refill, Random(seed), [True]
 
     def deny(device: CudaDevice, buffer: Tensor) -> None:
-        denied.append(not denied[-1] and random.random() < 0.2)
+        denied.append(not denied[-1] and random.random() < 0.4)
         if denied[-1]:
             raise torch.OutOfMemoryError("for a test")
         refill(device, buffer)
