@@ -244,6 +244,7 @@ def test_a_fetch_that_is_denied_in_part_leaves_no_weights() -> None:
     optimizer, reference = start(model, 0, device=Denies(FAST, 10**8)), start(other, None)
     train(model, optimizer, 2)
     train(other, reference, 2)
+    reference.synchronize()
     assert bits(model.parameters()) == bits(other.parameters())
 
 
