@@ -31,6 +31,8 @@ from perfmodel.hardware import HardwareProfile
 
 CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
 DTYPE = torch.bfloat16
+SUBGROUP = 25_000
+"""Parameters of a subgroup; a block has eight."""
 BATCHES = (1, 2, 3, 4, 6)
 """Sequences; of more the saved tensors do not fit beside two blocks."""
 FORWARD_S = 0.05
@@ -99,7 +101,9 @@ class Run:
         self.device = Waiting(profile, capacity, occupied)
         each_s = batch * FORWARD_S / len(self.model.blocks)
         self.model.blocks = nn.ModuleList(Paced(block, self.device, each_s) for block in self.model.blocks)
-        self.optimizer = DOSAdam(self.model.parameters(), device=self.device, offload_gradients=True)
+        self.optimizer = DOSAdam(
+            self.model.parameters(), subgroup_size=SUBGROUP, device=self.device, offload_gradients=True
+        )
         self.optimizer.attach(self.model, activations="auto", weights=weights)
 
     def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
