@@ -104,6 +104,19 @@ def test_masters_follow_what_was_written(dtype: torch.dtype, state_format: str |
         train(model, optimizer, 1)
 
 
+@pytest.mark.parametrize("place", ["host", "adaptive"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_master_that_user_code_has_put_there_follows_its_parameter(dtype: torch.dtype, place: str) -> None:
+    model = mlp(dtype)
+    optimizer = maker(place, state_format="float32" if dtype is torch.bfloat16 else None)(model.parameters())
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before, entry = bits(model.parameters()), optimizer.state[model[0].weight]
+    entry["master_param"] = torch.full_like(entry["master_param"], 5.0)
+    train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
+
+
 @pytest.mark.parametrize("settings_", [{"master_weights": False}, {}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rests_mean_nothing_to_parameters_of_another_kind(dtype: torch.dtype, settings_: dict[str, bool]) -> None:
