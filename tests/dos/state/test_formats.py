@@ -19,7 +19,7 @@ from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.format import Field, Format
 from tests.support.devices import Copying
 from tests.support.random_plans import RandomPlans, all_in
-from tests.support.training import FAST, bits, maker, mlp, plan_anew, train
+from tests.support.training import FAST, bits, bits_on_host, maker, mlp, plan_anew, train
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -62,6 +62,19 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
         expected[Op.PREFETCH] += 0 if on_host else 2
     numel = sum(p.numel() for p in model.parameters())
     assert +found == {op: nbytes * numel for op, nbytes in (+expected).items()}
+
+
+@pytest.mark.parametrize("between", [STREAMED, RESIDENT])
+def test_the_host_reads_again_what_the_device_has_updated(between: Placement) -> None:
+    """Its rests are of the device's newest parameters, and what was staged for earlier steps is older."""
+    placements = [CPU]
+    model = mlp(torch.bfloat16)
+    optimizer = maker(lambda workload: all_in(placements[0], workload, slots=2))(model.parameters())
+    for step, placements[0] in enumerate([CPU, CPU, between, CPU, CPU]):
+        plan_anew(optimizer)
+        train(model, optimizer, 1, first_step=step)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits_on_host(torch.bfloat16, 5)
 
 
 @pytest.mark.parametrize("place", ["host", "cpu", "stride:1", "resident"])
