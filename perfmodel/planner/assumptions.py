@@ -27,8 +27,8 @@ def assumptions(situation: Situation) -> Iterator[str]:
     yield _accumulation(situation)
     if question.streams:
         yield (
-            f"weights that stream are on the GPU while their layer computes, {WEIGHT_WINDOW} layers at a time; embedding "
-            "and output layer stay"
+            f"weights that stream are on the GPU while their layer computes, {WEIGHT_WINDOW} layers at a time; "
+            "embedding and output layer stay"
         )
     if question.attach:
         yield "updates continue during the next forward: optimizer.attach(model)"

@@ -27,7 +27,7 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
         return host_footprint(
             numel,
             question.value_bytes,
-            accelerated=not question.offload_parameters,
+            accelerated=not (question.offload_parameters or question.streams),
             values=question.format.values,
             state_format=question.state_format,
         )
@@ -60,7 +60,7 @@ class Spill(NamedTuple):
 
 
 def spill(question: Question, taken: int) -> Spill:
-    """Divide the state; `taken`: bytes of the host that each rank takes besides, offloaded gradients and weights apart."""
+    """Divide the state; `taken`: of the host, that each rank takes besides state, offloaded gradients and weights."""
     numel, size, parameter_bytes = question.state_numel, question.subgroup_size, held_bytes(question)
     if question.host_bytes is None or question.disk_bytes is None:
         return Spill(numel)
