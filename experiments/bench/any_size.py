@@ -24,9 +24,7 @@ MODELS = ("Llama 3.1 8B", "Qwen2.5 14B", "Qwen2.5 32B", "Llama 3.1 70B")
 GPUS = ("rtx-4090", "rtx-5090", "h100")
 HOSTS = (64, 128, 256, 512, 1024)
 """GB, as memory modules are sold."""
-SETTINGS = (
-    "--checkpointing --offload-gradients --fused-loss --no-accumulation --weights auto --offload-activations auto"
-)
+SETTINGS = "--checkpointing --offload-gradients --fused-loss --weights auto --offload-activations auto"
 DRIVE = "--disk 4TB --disk-read 7GB --disk-write 5GB"
 """Where the host's memory is not enough."""
 
