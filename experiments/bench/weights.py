@@ -11,6 +11,7 @@ besides. Batches grow until no row fits any more.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -22,12 +23,17 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
+from experiments.bench.activations import grouped, saved_sizes
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import equal_subgroups, slowed
+from perfmodel import SubgroupLoad, Workload
+from perfmodel.bounds import lower_bound
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope
+from perfmodel.workload import BlockLoad
 
 CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
 DTYPE = torch.bfloat16
@@ -127,6 +133,39 @@ class Run:
             self.optimizer.zero_grad()
 
 
+def bound_s(profile: HardwareProfile, capacity: int, way: str, batch: int) -> float:
+    """Seconds of an iteration that no plan could beat, with all the memory that weights and saved tensors leave."""
+    model = GPT(CONFIG, dtype=DTYPE)
+    parts = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    outer = model.numel - sum(parts)
+    loads, blocks = [_load(outer)], []
+    for numel in parts:
+        sizes = [min(SUBGROUP, numel - first) for first in range(0, numel, SUBGROUP)]
+        blocks.append(BlockLoad(numel * DTYPE.itemsize, len(loads), len(loads) + len(sizes)))
+        loads += map(_load, sizes)
+    saved = saved_sizes(model, _batches(batch, 1)[0])
+    free = capacity - outer * DTYPE.itemsize - sum(saved)
+    work = Workload(
+        tuple(loads),
+        forward_s=FORWARD_S * batch,
+        backward_s=2 * FORWARD_S * batch,
+        peak_free_bytes=max(0, free),
+        shared_free_bytes=max(0, free),
+        activations=grouped(saved),
+        activation_least_bytes=max(0, -free),
+        blocks=tuple(blocks),
+        blocks_least={"stay": len(blocks)}.get(way, 0),
+        blocks_most={"stream": 0}.get(way, len(blocks)),
+    )
+    scope = Scope.beside(work)
+    return scope.compute_s(work) + lower_bound(work, profile, scope).seconds
+
+
+def _load(numel: int) -> SubgroupLoad:
+    load = SubgroupLoad.of(numel, SPLIT)
+    return dataclasses.replace(load, returned_bytes=load.gradient_bytes)
+
+
 def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
     return Corpus(standard_library(), CONFIG.context).batches(BLOCK * turns, batch, seed=0)
 
@@ -157,7 +196,8 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
                     "batch": batch,
                     "iteration_s": iteration,
                     "tokens_per_s": batch * CONFIG.context / iteration,
-                    "bound_s": 3 * FORWARD_S * batch + found["bound_s"],
+                    "predicted_s": 3 * FORWARD_S * batch + found["predicted_s"],
+                    "bound_s": bound_s(profile, capacity, way, batch),
                     "peak_bytes": run.device.peak_bytes,
                     "capacity": capacity,
                     "blocks_on_device": found.get("blocks_on_device"),
