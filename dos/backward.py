@@ -218,7 +218,11 @@ class Backward:
         subgroups, stores = self._registry.accelerated, self._ledger.stores
         ran_out = self.decisions.memory.forecast.ran_out_lately
         # State may only come into room that saved tensors have already made in this forward.
-        if self.decisions.follows_memory and not ran_out and plan.activation_bytes <= self.activations.leaving:
+        # Nor may it come where weights are yet that the plan moves home.
+        makes_room = plan.activation_bytes <= self.activations.leaving and (
+            self.weights is None or self.weights.staying() <= plan.blocks_on_device
+        )
+        if self.decisions.follows_memory and not ran_out and makes_room:
             self._ledger.fetch_residents(plan, subgroups)
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))

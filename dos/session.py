@@ -43,7 +43,7 @@ from dos.torch_internals.callers import makes_state
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
 from dos.weights.stream import stream_of
-from perfmodel import Op
+from perfmodel import Op, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Session:
         departures, subgroups = on_device.departures, registry.accelerated
         facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
         plan = on_device.decide(facts)
-        if self.weights is not None and not self.weights.follow(plan.blocks_on_device):
+        if self.weights is not None and not self._follow_plan(self.weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for others
             plan = on_device.decide(facts)
         subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
@@ -257,6 +257,12 @@ class Session:
         if stores.device.denied is not None:
             decisions.memory.forecast.allocation_failed(stores.device.denied)
         return reserved
+
+    def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
+        """Move blocks to the device or home as the plan says; False if some have to wait."""
+        state = sum(room.buffer.nbytes for room in self.ledger.stores.device.resident.values())
+        room = facts.workload.peak_free(plan.activation_bytes) - state
+        return weights.follow(plan.blocks_on_device, facts.workload, room)
 
     def _commit(self, ready: Ready) -> None:
         """Issue a prepared step: everything that a user can have got wrong was checked, and from here on things change.

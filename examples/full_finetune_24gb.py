@@ -1,11 +1,13 @@
-"""Full fine-tuning of a 7B or 8B model on a GPU of 24 GB: exact AdamW, clipping, accumulation; a loop, or Trainer.
+"""Full fine-tuning of models of any size on one GPU: exact AdamW, clipping, accumulation; a loop, or Trainer.
 
 python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt             # a plain loop
 python examples/full_finetune_24gb.py --model meta-llama/Llama-3.1-8B --text corpus.txt --trainer   # Hugging Face's
+python examples/full_finetune_24gb.py --model Qwen/Qwen2.5-14B --text corpus.txt --weights auto --batch 16
 python examples/full_finetune_24gb.py --tiny                                     # on a laptop, with an emulated GPU
 
-It takes 105 GiB of host memory for 8B, 60 GiB with --state-format int8; with --disk FOLDER, on a local drive, less.
-docs/8b-on-24gb.md has more. Run it again with --resume to go on from the last checkpoint.
+Without --weights the weights have to fit on the GPU, 16 GB for 8B. It takes 105 GiB of host memory for 8B, 60 GiB with
+--state-format int8; with --disk FOLDER, on a local drive, less. docs/any-size.md has more. Run it again with --resume
+to go on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="a random Llama of 0.5 million parameters, emulated GPU")
     parser.add_argument("--trainer", action="store_true", help="Hugging Face's Trainer, not a plain loop")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
     parser.add_argument("--accumulation", type=int, default=4, help="micro-batches in each step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--state-format", choices=("split", "int8"), default="split", help="int8 is not exact")
+    parser.add_argument("--weights", choices=("auto",), help="layers that the GPU has no room for stream to it")
     parser.add_argument("--disk", type=Path, metavar="FOLDER", help="for state that the host has no room for")
     parser.add_argument("--output", type=Path, default=Path("out"))
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="10 bytes a parameter, beside 2")
@@ -54,9 +58,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def tiny_model() -> LlamaForCausalLM:
+def tiny_model(layers: int = 2) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    shape = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": layers, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=tiny.VOCABULARY, **shape)).to(torch.bfloat16)
 
 
@@ -67,6 +71,11 @@ def tiny_gpu(numel: int) -> EmulatedDevice:
     """
     machine = HardwareProfile.builtin("rtx_4090_desktop").scaled(4e-3)
     return EmulatedDevice(machine, capacity=15 * numel // 4, occupied=2 * numel)
+
+
+def tiny_gpu_for_streaming(numel: int) -> EmulatedDevice:
+    """Has 1.7 bytes for each parameter, as 24 GB are for those of a 14B model; the weights take 2."""
+    return EmulatedDevice(HardwareProfile.builtin("rtx_4090_desktop").scaled(4e-3), capacity=17 * numel // 10)
 
 
 def rows_of_tokens(options: argparse.Namespace) -> Tensor:
@@ -104,8 +113,10 @@ class WithLoss(nn.Module):
 def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, Any], options: argparse.Namespace):
     optimizer = DOSAdam(model.parameters(), max_grad_norm=1.0, **settings)
     with_loss = WithLoss(model)
-    # step() returns early; each module waits for its own parameters. What autograd saves leaves if that pays.
-    optimizer.attach(with_loss, activations="auto")
+    # step() returns early; each module waits for its own parameters. What autograd saves leaves if that pays. With
+    # weights, layers whose weights are on the host have them on the GPU while they compute.
+    optimizer.attach(with_loss, activations="auto", weights=options.weights)
+    device = model.device  # of the embedding, which is there now
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -121,9 +132,9 @@ def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, A
         del saved
     losses = []
     for step in range(done, options.steps):
-        loss = torch.zeros((), device=model.device)
-        for tokens in micro_batches(rows, step, options.accumulation):
-            part = with_loss(tokens.to(model.device)) / options.accumulation
+        loss = torch.zeros((), device=device)
+        for tokens in micro_batches(rows, step, options):
+            part = with_loss(tokens.to(device)) / options.accumulation
             part.backward()  # each gradient leaves for the host as soon as it is complete
             loss += part.detach()
         optimizer.step()  # clips to the norm of 1.0 first
@@ -139,10 +150,16 @@ def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, A
     return optimizer, losses
 
 
-def micro_batches(rows: Tensor, step: int, count: int) -> Iterator[Tensor]:
-    """Those of one step: int64 of shape (1, length) each."""
-    for i in range(step * count, (step + 1) * count):
-        yield rows[i % len(rows)][None]
+def micro_batches(rows: Tensor, step: int, options: argparse.Namespace) -> Iterator[Tensor]:
+    """Those of one step: int64 of shape (batch, length) each."""
+    for i in range(step * options.accumulation, (step + 1) * options.accumulation):
+        yield rows[torch.arange(i * options.batch, (i + 1) * options.batch) % len(rows)]
+
+
+class KeepsPlaces(TrainingArguments):
+    """Arguments with which Trainer moves no model: `attach` has put all weights where they belong."""
+
+    place_model_on_device = False
 
 
 class LargeModelTrainer(Trainer):
@@ -163,10 +180,11 @@ class LargeModelTrainer(Trainer):
 
 
 def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, Any], options: argparse.Namespace):
-    arguments = TrainingArguments(
+    kind = TrainingArguments if options.weights is None else KeepsPlaces
+    arguments = kind(
         str(options.output),
         max_steps=options.steps,
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=options.accumulation,
         gradient_checkpointing=True,
         gradient_checkpointing_kwargs={"use_reentrant": False},
@@ -183,8 +201,9 @@ def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, 
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer = LargeModelTrainer(model, arguments, train_dataset=data, optimizer_cls_and_kwargs=(DOSAdam, settings))
     trainer.with_loss = WithLoss(model)
+    trainer.accelerator.device_placement = arguments.place_model_on_device
     optimizer = trainer.create_optimizer()
-    optimizer.attach(trainer.with_loss, activations="auto")
+    optimizer.attach(trainer.with_loss, activations="auto", weights=options.weights)
     trainer.train(resume_from_checkpoint=options.resume)  # clips to the norm of 1.0 by default
     return optimizer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -200,11 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     }
     if options.tiny:
         tiny.compute_in_one_thread()
-        model = tiny_model()
+        model = tiny_model() if options.weights is None else tiny_model(layers=6)
         numel = sum(p.numel() for p in model.parameters())
-        settings |= {"device": tiny_gpu(numel), "subgroup_size": numel // 40, "lr": 1e-3}
-    else:
+        device = tiny_gpu(numel) if options.weights is None else tiny_gpu_for_streaming(numel)
+        settings |= {"device": device, "subgroup_size": numel // 40, "lr": 1e-3}
+    elif options.weights is None:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, device_map="cuda")
+    else:  # on the host, from which `attach` moves what belongs on the GPU
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+        settings["device"] = "cuda"
     options.output.mkdir(parents=True, exist_ok=True)
     train = train_by_trainer if options.trainer else train_in_a_loop
     optimizer, losses = train(model, rows_of_tokens(options), settings, options)

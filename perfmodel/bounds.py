@@ -86,14 +86,14 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
 
 def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[float, dict[Placement, float]]:
     """The optimum of `lower_bound`'s program, and the shares of the placements there."""
-    classes = Counter(workload.subgroups)
-    costs = [
-        demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
-        for load in classes
-    ]
+    # Weights that stream in any plan move with updates on the device. Of others it is not known.
+    away = workload.streaming(()) if workload.blocks_most == 0 else frozenset()
+    classes = Counter((load, i in away) for i, load in enumerate(workload.subgroups))
+    loads = [load for load, _ in classes]
+    costs = [_costs(load, profile, streams=streams) for load, streams in classes]
     counts = np.array(list(classes.values()), dtype=float)
-    numel = counts * np.array([load.numel for load in classes])
-    state = np.array([load.state_bytes for load in classes], dtype=float)
+    numel = counts * np.array([load.numel for load in loads])
+    state = np.array([load.state_bytes for load in loads], dtype=float)
     n = len(counts)
 
     def total(*streams: Stream, part: int = 0) -> np.ndarray:
@@ -124,6 +124,13 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     gpu, flush, prefetch, gradient, parameter = (
         total(s) for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT, Stream.PARAMETER)
     )
+    # Gradients that are offloaded leave whatever updates them. Residents have them come up, and weights that stream.
+    offloaded = gradient * np.array([load.returned_bytes > 0 for load in loads])
+    come, go = (
+        counts
+        * np.array([max(0.0, c[s].seconds - _alone(load, s, profile)) for c, load in zip(costs, loads, strict=True)])
+        for s in (Stream.PREFETCH, Stream.FLUSH)
+    )
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
     least = min(most, workload.activation_least_bytes)
@@ -145,16 +152,22 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     rows = {
         # Work of the CPU and of the links, in the time for which they are busy or beside backward.
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
-        "H2D": (row(x=parameter, y=prefetch, t=-h2d, u=-h2d, filling=-1, weights=fetch_forward, spared=-1), 0.0),
+        "H2D": (
+            row(x=parameter, y=prefetch, z=come, t=-h2d, u=-h2d, filling=-1, weights=fetch_forward, spared=-1),
+            0.0,
+        ),
         "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
-        "D2H": (row(x=gradient, y=flush, t=-d2h, u=-d2h, early=-1, away=saved), 0.0),
+        "D2H": (
+            row(x=gradient, y=flush + offloaded, z=go + offloaded, t=-d2h, u=-d2h, early=-1, away=saved),
+            0.0,
+        ),
         "streaming down": (row(y=flush, u=-d2h, away=saved), 0.0),
         # Beside backward, which waits no longer than saved tensors take to come back.
         "backward, D2H": (row(early=1, stall=-1), before),
         "backward, H2D": (row(filling=1, away=back, weights=fetch_backward, stall=-1), before + there),
         "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
-        "early": (row(x=-gradient, early=1), 0.0),
+        "early": (row(x=-gradient, y=-offloaded, z=-offloaded, early=1), 0.0),
         # The GPU updates residents first; what is streamed comes after them, the forward at the end.
         "residents": (row(z=-gpu, t=1), 0.0),
         "others": (row(z=together, u=1, T=-1), after),
@@ -176,12 +189,14 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     if math.isfinite(host):
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
         streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
+        beside_state = (come * profile.h2d_bandwidth + (go + offloaded) * profile.d2h_bandwidth) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
         on_disk = total(Stream.READ, Stream.WRITE, part=1) / host if spills else 0.0
         ahead = {"early": -down, "filling": -up, "away": saved * down, "ahead": -profile.disk_read_bandwidth / host}
         ahead |= {"weights": fetch_forward * up, "spared": -up}
         kept = unwritten * profile.disk_write_bandwidth / host
-        rows["host DRAM"] = row(x=on_cpu, y=streamed, disk=on_disk, T=-1, **ahead), after + kept
+        with_gradients = streamed + offloaded * profile.d2h_bandwidth / host
+        rows["host DRAM"] = row(x=on_cpu, y=with_gradients, z=beside_state, disk=on_disk, T=-1, **ahead), after + kept
         rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
     if 0 < fitting < math.inf:
         rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
@@ -197,7 +212,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         # Of each block's parameters and fetches only the bytes are known to be in proportion.
         upload_s = dict(zip(classes, parameter / counts, strict=True))
         spared = (
-            sum(upload_s[i] for i in workload.subgroups[b.start : b.stop]) / max(b.nbytes, 1) for b in workload.blocks
+            sum(upload_s[workload.subgroups[i], i in away] for i in range(b.start, b.stop)) / max(b.nbytes, 1)
+            for b in workload.blocks
         )
         rows["spared"] = row(spared=1, weights=-max(spared) * weight_bytes), 0.0
         rows["spared, CPU"] = row(spared=1, x=-parameter), 0.0
@@ -208,9 +224,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
             others * (compute_s + 2 * there),
         )
     if spills:
-        held_on_host = [load.host_bytes for load in classes]
+        held_on_host = [load.host_bytes for load in loads]
         taken = counts * np.array(held_on_host)
-        size, free = max(float(taken.sum()), 1.0), _whole(classes, workload.host_free_bytes)
+        size, free = max(float(taken.sum()), 1.0), _whole(Counter(workload.subgroups), workload.host_free_bytes)
         most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
         if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
             # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
@@ -256,6 +272,24 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     parts = (solution.x[: 3 * n].reshape(3, n) @ numel) / max(float(numel.sum()), 1.0)
     order = (Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT)
     return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
+
+
+def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> dict[Stream, Demand]:
+    """The demand of a subgroup on each stream's lane. streams: whether its weights are on the host in any plan."""
+    found = demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
+    weights = load.parameter_bytes if streams else 0
+    if weights or load.returned_bytes:
+        up, down = load.state_bytes + load.returned_bytes + weights, load.state_bytes + weights
+        found[Stream.PREFETCH] = operation_demand(Stream.PREFETCH, up, load, profile)
+        found[Stream.FLUSH] = operation_demand(Stream.FLUSH, down, load, profile)
+    if streams:
+        found[Stream.PARAMETER] = Demand(0.0, 0.0)
+    return found
+
+
+def _alone(load: SubgroupLoad, stream: Stream, profile: HardwareProfile) -> float:
+    """Seconds in which state travels without anything beside it."""
+    return operation_demand(stream, load.state_bytes, load, profile).seconds
 
 
 def _whole(classes: Counter[SubgroupLoad], free: float) -> float:

@@ -183,8 +183,12 @@ class EmulatedDevice:
         self._live[storage_address(storage)] = storage
         self.usage()
 
-    @exclusive
     def refill(self, buffer: Tensor) -> None:
+        self._drain_if_short(buffer.nbytes)
+        self._refill(buffer)
+
+    @exclusive
+    def _refill(self, buffer: Tensor) -> None:
         self._check(buffer.nbytes)
         buffer.untyped_storage().resize_(buffer.nbytes)
         self._hold(buffer)
@@ -204,18 +208,24 @@ class EmulatedDevice:
         storage = memory_of(tensor)
         if storage is None or storage_address(storage) in self._live or storage_address(storage) in self._counted:
             return
-        nbytes, free = storage.nbytes(), self._free()
-        if nbytes > free:
-            # As the caching allocator does before it fails: what is queued may hold gradients of the last step.
-            for stream in self._streams.values():
-                stream.submit(lambda: None).result()
-            free = self._free()
+        nbytes = storage.nbytes()
+        free = self._drain_if_short(nbytes)
         if nbytes > free:
             raise torch.OutOfMemoryError(
                 f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
             )
         self._counted[storage_address(storage)] = storage
         self.usage()
+
+    def _drain_if_short(self, nbytes: int) -> int:
+        """Bytes that are free; if they are too few, once what is queued has run.
+
+        As the caching allocator does before it fails: what is queued may hold gradients of the last step.
+        """
+        if nbytes > self._free():
+            for stream in self._streams.values():
+                stream.submit(lambda: None).result()
+        return self._free()
 
     def memory(self) -> Memory:
         return Memory(self._free(), self.capacity)

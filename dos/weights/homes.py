@@ -18,7 +18,7 @@ from dos.torch_internals.module_parameters import move_buffers, parameters_of
 from dos.weights.block import Block
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.stream import WeightStream, stream_of
-from perfmodel.workload import BlockLoad
+from perfmodel.workload import BlockLoad, Workload
 
 Group = dict[str, Any]
 
@@ -94,18 +94,23 @@ class WeightHomes:
         """The blocks that stay now, by their places in `workload`."""
         return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)
 
-    def follow(self, staying: Collection[int]) -> bool:
+    def follow(self, staying: frozenset[int], workload: Workload, room: float) -> bool:
         """Move blocks so that these stay, by their places in `workload`; those that leave the device go first.
 
-        Nothing is in flight. Returns False if the device had no memory for some.
+        room: bytes of device memory for weights now. State that the plan moves home in this step has its memory yet,
+        and the next forward would run out. Nothing is in flight. Returns False if some have to wait.
         """
         ordered = self._ordered()
         for i, (block, _) in enumerate(ordered):
             if i not in staying:
                 self.move(block, streams=True)
+        there = set(self.staying())
         try:
-            for i in staying:
+            for i in sorted(staying - there):
+                if workload.weight_bytes(there | {i}) > room:
+                    return False
                 self.move(ordered[i][0], streams=False)
+                there.add(i)
         except torch.OutOfMemoryError:
             return False
         return True

@@ -11,6 +11,7 @@ besides. Batches grow until no row fits any more.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -22,20 +23,27 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
+from experiments.bench.activations import grouped, saved_sizes
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import equal_subgroups, slowed
+from perfmodel import SubgroupLoad, Workload
+from perfmodel.bounds import lower_bound
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope
+from perfmodel.workload import BlockLoad
 
 CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
 DTYPE = torch.bfloat16
+SUBGROUP = 25_000
+"""Parameters of a subgroup; a block has eight."""
 BATCHES = (1, 2, 3, 4, 6)
 """Sequences; of more the saved tensors do not fit beside two blocks."""
-FORWARD_S = 0.05
+FORWARD_S = 0.1
 """Seconds of forward for a sequence; backward takes twice as long."""
-UPDATE_S = 0.5
+UPDATE_S = 1.0
 """Seconds of an update of everything on the CPU."""
 WEIGHTS_SHARE = 2 / 3
 """Of the device, that all weights take. Written down before anything was measured, as the figures above."""
@@ -99,7 +107,9 @@ class Run:
         self.device = Waiting(profile, capacity, occupied)
         each_s = batch * FORWARD_S / len(self.model.blocks)
         self.model.blocks = nn.ModuleList(Paced(block, self.device, each_s) for block in self.model.blocks)
-        self.optimizer = DOSAdam(self.model.parameters(), device=self.device, offload_gradients=True)
+        self.optimizer = DOSAdam(
+            self.model.parameters(), subgroup_size=SUBGROUP, device=self.device, offload_gradients=True
+        )
         self.optimizer.attach(self.model, activations="auto", weights=weights)
 
     def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
@@ -121,6 +131,39 @@ class Run:
             self.model(*(tensor.clone() for tensor in batch)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+
+
+def bound_s(profile: HardwareProfile, capacity: int, way: str, batch: int) -> float:
+    """Seconds of an iteration that no plan could beat, with all the memory that weights and saved tensors leave."""
+    model = GPT(CONFIG, dtype=DTYPE)
+    parts = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    outer = model.numel - sum(parts)
+    loads, blocks = [_load(outer)], []
+    for numel in parts:
+        sizes = [min(SUBGROUP, numel - first) for first in range(0, numel, SUBGROUP)]
+        blocks.append(BlockLoad(numel * DTYPE.itemsize, len(loads), len(loads) + len(sizes)))
+        loads += map(_load, sizes)
+    saved = saved_sizes(model, _batches(batch, 1)[0])
+    free = capacity - outer * DTYPE.itemsize - sum(saved)
+    work = Workload(
+        tuple(loads),
+        forward_s=FORWARD_S * batch,
+        backward_s=2 * FORWARD_S * batch,
+        peak_free_bytes=max(0, free),
+        shared_free_bytes=max(0, free),
+        activations=grouped(saved),
+        activation_least_bytes=max(0, -free),
+        blocks=tuple(blocks),
+        blocks_least={"stay": len(blocks)}.get(way, 0),
+        blocks_most={"stream": 0}.get(way, len(blocks)),
+    )
+    scope = Scope.beside(work)
+    return scope.compute_s(work) + lower_bound(work, profile, scope).seconds
+
+
+def _load(numel: int) -> SubgroupLoad:
+    load = SubgroupLoad.of(numel, SPLIT)
+    return dataclasses.replace(load, returned_bytes=load.gradient_bytes)
 
 
 def _batches(batch: int, turns: int) -> Sequence[Sequence[Tensor]]:
@@ -153,7 +196,8 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
                     "batch": batch,
                     "iteration_s": iteration,
                     "tokens_per_s": batch * CONFIG.context / iteration,
-                    "bound_s": 3 * FORWARD_S * batch + found["bound_s"],
+                    "predicted_s": 3 * FORWARD_S * batch + found["predicted_s"],
+                    "bound_s": bound_s(profile, capacity, way, batch),
                     "peak_bytes": run.device.peak_bytes,
                     "capacity": capacity,
                     "blocks_on_device": found.get("blocks_on_device"),

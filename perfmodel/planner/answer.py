@@ -28,6 +28,8 @@ class Answer:
     alternative: the fastest of the others that fit. bound: of an update's time; None if the model does not fit, and
         with parameters on the host.
     resident_state, state_on_disk: state that stays on the device, and on disk. offloaded: saved tensors on the host.
+    streamed: weights that come from the host in each forward and each backward. staying: weights of blocks that stay on
+        the device, beyond the window that the peak has.
     all_resident: memory that a device needs for all state; None with parameters on the host.
     written_per_step, written_per_day: to the disks of a node. worn_per_day: the share of what they are rated to be
         written. None where it is not known.
@@ -51,7 +53,12 @@ class Answer:
 
         plan, seconds = self.best.plan, self.best.iteration_s
         self.resident_state = work.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) if plan else 0
-        whole = math.ceil((situation.peak + work.state_bytes) / (1 - MARGIN))
+        window, blocks = work.weight_bytes(()), frozenset(range(len(work.blocks)))
+        on_device = plan.blocks_on_device if plan else frozenset()
+        self.staying = max(0, work.weight_bytes(on_device) - window)
+        self.streamed = sum(work.blocks[b].nbytes for b in blocks - on_device)
+        everything = situation.peak + work.state_bytes + work.weight_bytes(blocks) - window
+        whole = math.ceil(everything / (1 - MARGIN))
         self.all_resident = None if question.offload_parameters else whole
         self.offloaded = plan.activation_bytes if plan else situation.least_offloaded
         self.host_per_rank = situation.host_per_rank + self.offloaded - situation.least_offloaded
@@ -91,6 +98,7 @@ class Answer:
             "state": situation.state_bytes,
             "room_for_state": situation.room,
             "resident_state": self.resident_state,
+            "weights_staying": self.staying,
             "all_resident_total": self.all_resident,
         }
         host = vars(situation.host) | {
@@ -119,6 +127,7 @@ class Answer:
             "exposed_communication_s": situation.exposed_communication_s,
             "collectives": job.collectives,
             "copied_bytes": job.copied,
+            "streamed_weight_bytes": self.streamed,
             "interconnect": job.interconnect,
             "network": job.network,
         }

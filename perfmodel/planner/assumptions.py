@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from perfmodel.format import INT8
 from perfmodel.planner.job import EFFICIENCY
+from perfmodel.planner.memory import WEIGHT_WINDOW
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
@@ -24,6 +25,11 @@ def assumptions(situation: Situation) -> Iterator[str]:
     )
     yield "activations of fused kernels, gradients None before forward: zero_grad() as it is by default"
     yield _accumulation(situation)
+    if question.streams:
+        yield (
+            f"weights that stream are on the GPU while their layer computes, {WEIGHT_WINDOW} layers at a time; "
+            "embedding and output layer stay"
+        )
     if question.attach:
         yield "updates continue during the next forward: optimizer.attach(model)"
     if question.state_format == INT8:

@@ -13,28 +13,36 @@ from perfmodel.workload import SavedTensors
 
 MOST_GROUPS = 32
 """Groups in which saved tensors are planned."""
+WEIGHT_WINDOW = 2
+"""Blocks that stream and are on the device at a time."""
 
 
 def host_bytes(question: Question, numel: int) -> HostBytes:
-    """Host memory of the state of `numel` parameters and of staging; offloaded gradients count for all parameters."""
+    """Host memory of the state of `numel` parameters and of staging.
+
+    Offloaded gradients, and weights that may stream, count for all parameters, wherever their state is.
+    """
 
     def footprint(numel: int) -> HostBytes:
         return host_footprint(
             numel,
             question.value_bytes,
-            accelerated=not question.offload_parameters,
+            accelerated=not (question.offload_parameters or question.streams),
             values=question.format.values,
             state_format=question.state_format,
         )
 
     found = footprint(numel)
-    if not question.offload_gradients:
-        return found
-    return dataclasses.replace(found, gradient_staging=footprint(question.state_numel).gradient_staging)
+    whole = question.state_numel * question.value_bytes
+    if question.offload_gradients:
+        found = dataclasses.replace(found, gradient_staging=whole)
+    return dataclasses.replace(found, parameter_staging=whole) if question.streams else found
 
 
 def held_bytes(question: Question) -> float:
-    """Host memory of a parameter whose state is there, beyond gradients that have left for the host in any case."""
+    """Host memory of a parameter whose state is there, beyond gradients and weights that are on the host anyway."""
+    if question.streams:
+        return question.format.state_bytes
     return question.format.held_bytes - question.value_bytes * question.offload_gradients
 
 
@@ -52,12 +60,13 @@ class Spill(NamedTuple):
 
 
 def spill(question: Question, taken: int) -> Spill:
-    """Divide the state; `taken`: bytes of the host that each rank takes besides state and offloaded gradients."""
+    """Divide the state; `taken`: of the host, that each rank takes besides state, offloaded gradients and weights."""
     numel, size, parameter_bytes = question.state_numel, question.subgroup_size, held_bytes(question)
     if question.host_bytes is None or question.disk_bytes is None:
         return Spill(numel)
     if question.offload_gradients:
-        taken += host_bytes(question, numel).gradient_staging
+        found = host_bytes(question, numel)
+        taken += found.gradient_staging + question.streams * found.parameter_staging
     free_bytes = (question.host_bytes - question.reserved_on_host) / question.per_node - taken
     if numel * parameter_bytes <= free_bytes:
         return Spill(numel)
@@ -83,6 +92,7 @@ def device_footprint(question: Question) -> DeviceBytes:
     FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
+    Of weights that may stream a window is counted, besides what is of no block.
     """
     model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values
@@ -93,8 +103,9 @@ def device_footprint(question: Question) -> DeviceBytes:
         root = 2 * model.vocabulary * model.width * values
         whole = gathered = min(2 * one_block + root, model.numel * values)
     on_host = question.offload_parameters
+    streaming = max(0, model.layers - WEIGHT_WINDOW) * model.block_numel * question.streams
     return DeviceBytes(
-        weights=0 if on_host else question.share(model.numel, 3) * values,
+        weights=0 if on_host else (question.share(model.numel, 3) - streaming) * values,
         gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
         activations=tokens * (model.layers * _kept_bytes(question) + model.outer_bytes(values)),
         block=tokens * _block_bytes(question) + whole,

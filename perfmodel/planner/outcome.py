@@ -68,11 +68,12 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
     if situation.question.offload_parameters:
         return _outcome("in place, on the host", situation, cpu_only(situation.update_workload))
     scope, beside = situation.scope, situation.iteration_workload
-    # DOSAdam's policy does not count that offloaded gradients come up again.
-    loads = tuple(dataclasses.replace(load, returned_bytes=0) for load in beside.subgroups)
+    if not beside.blocks:
+        # DOSAdam's policy does not count then that offloaded gradients come up again, nor further micro-batches.
+        loads = tuple(dataclasses.replace(load, returned_bytes=0) for load in beside.subgroups)
+        beside = dataclasses.replace(beside, subgroups=loads, micro_batches=1)
     work = dataclasses.replace(
         beside,
-        subgroups=loads,
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )
@@ -88,11 +89,13 @@ def outcomes(situation: Situation) -> list[Outcome]:
         return [adapted]
     # AdamW alone has float32 masters of 16-bit parameters.
     whole = work.numel * float32(situation.question.format.values, accelerated=False).state_bytes
-    fits = int(whole) <= situation.room
-    k = balanced_stride(work.subgroups[0], situation.profile)
-    slots = max(1, min(DEFAULT_SLOTS, int(work.shared_free_bytes // work.slot_bytes)))
+    everything, window = resident(work), work.weight_bytes(())
+    whole += work.weight_bytes(everything.blocks_on_device) - window
+    fits = int(whole) <= situation.room and len(everything.blocks_on_device) == len(work.blocks)
+    k = balanced_stride(max(work.subgroups, key=lambda load: load.numel), situation.profile)
+    slots = max(1, min(DEFAULT_SLOTS, int((work.shared_free_bytes - window) // work.slot_bytes)))
     return [
-        _outcome(FUSED, situation, resident(work), fits),
+        _outcome(FUSED, situation, everything, fits),
         _outcome(CPU_ONLY, situation, cpu_only(work)),
         _best_ratio(situation),
         _outcome(f"stride {k} (paper)", situation, stride(work, k, slots=slots)),

@@ -61,7 +61,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     bottoms = [0.0, 0.0]
     for label, begins, ends, colour in (
         ("CUDA, fragmentation", device.reserved, device.reserved, _PALE),
-        ("weights", device.weights, device.weights, _GREY),
+        ("weights", device.weights + answer.staying, device.weights + answer.staying, _GREY),
         ("activations", device.activations, device.block, _AMBER),
         ("logits and their loss", device.logits, 0, _PINK),
         ("gradients", device.gradients * answer.question.accumulation, device.gradients, _RED),

@@ -94,6 +94,12 @@ class Question:
         metavar="none|auto|SHARE",
         type=parse_offloaded,
     )
+    weights: str = option(
+        "stay",
+        "weights of layers: all on the GPU (stay), each from the host when it computes (stream), or as many of either "
+        "as is fastest (auto): attach(weights=...)",
+        choices=("stay", "stream", "auto"),
+    )
     accumulation: bool = option(True, "one micro-batch in each step", "steps")
     micro_batches: int = _count(
         1, "micro-batches of each step, of which times are", "steps", name="--accumulation", back=""
@@ -146,6 +152,17 @@ class Question:
             raise ValueError(
                 "with --offload-parameters gradients and state are on the host, and DOSAdam has nothing on the "
                 "device, found one of --offload-gradients, --offload-activations and --disk as well; leave it out"
+            )
+        if self.streams and (self.ranks > 1 or self.sharded):
+            raise ValueError(
+                f"weights that stream are for one GPU without FSDP2, found --weights {self.weights}; FSDP2 moves its "
+                "shards itself: --fsdp --offload-parameters"
+            )
+        if self.streams and not (self.offload_gradients and self.attach):
+            raise ValueError(
+                f"weights stream by attach(model, weights=...) and with gradients on the host, found --weights "
+                f"{self.weights} {'with --no-attach' if self.offload_gradients else 'without --offload-gradients'}; "
+                f"{'leave that out' if self.offload_gradients else 'add it'}"
             )
         if self.disk_bytes is not None and self.host_bytes is None:
             raise ValueError(
@@ -225,8 +242,13 @@ class Question:
 
     @property
     def format(self) -> Format:
-        """In which DOSAdam keeps the state."""
-        return format_of(VALUES[self.dtype], state_format=self.state_format)
+        """In which DOSAdam keeps the state. The homes of weights that stream are masters of their own type."""
+        return format_of(VALUES[self.dtype], state_format=self.state_format, accelerated=not self.streams)
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights may stream."""
+        return self.weights != "stay"
 
     @property
     def tokens(self) -> int:

@@ -13,12 +13,12 @@ from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
+from perfmodel.planner.memory import WEIGHT_WINDOW, device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import Task, schedule
 from perfmodel.simulate import Phase, Scope, makespan
 from perfmodel.timeline import Lane, Op
-from perfmodel.workload import SubgroupLoad, Workload, peak_room
+from perfmodel.workload import BlockLoad, SubgroupLoad, Workload, peak_room
 
 DEVICE, HOST, DISK = "memory on the device", "host memory", "room on disk"
 """Memories that may not be enough."""
@@ -56,6 +56,8 @@ class Situation:
         self.usable = int((1 - MARGIN) * question.device_bytes)
         self.room = max(0, self.usable - self.peak)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
+        if question.streams:  # weights that are trained count with their state
+            on_host = int((1 - question.trainable) * question.model.layers * question.model.block_numel)
         self.host_model = on_host * question.value_bytes
         self.state_bytes = host_bytes(question, question.state_numel).state
         self.spill = spill(question, self.host_model + self.least_offloaded)
@@ -102,19 +104,23 @@ class Situation:
         """The update with the memory that DOSAdam gives it.
 
         State is resident in whole subgroups. Slots share that memory; if not attached, they are gone when the next
-        forward begins, and may have what it and backward need.
+        forward begins, and may have what it and backward need. So do weights that may stream.
         """
         question = self.question
-        whole, rest = divmod(question.state_numel, question.subgroup_size)
+        loads, blocks = self._loads()
         work = Workload(
-            (self._load(question.subgroup_size),) * whole + ((self._load(rest),) if rest else ()),
+            loads,
             host_free_bytes=self.spill.free_bytes,
             windows=self.spill.windows,
             reverses=not question.attach,
+            blocks=blocks,
+            blocks_most=0 if question.weights == "stream" else math.inf,
+            weight_window=WEIGHT_WINDOW,
         )
-        slot = work.slot_bytes
-        resident = work.state_bytes if self.room >= work.state_bytes else self.room // slot * slot
-        beyond = 0 if question.attach else max(0, self.usable - self.device.update - resident) // slot * slot
+        slot, window = work.slot_bytes, work.weight_bytes(())
+        most = work.state_bytes + work.weight_bytes(range(len(blocks))) - window
+        resident = window + (most if self.room >= most else self.room // slot * slot)
+        beyond = 0 if question.attach else max(0, self.usable - self.device.update + window - resident) // slot * slot
         return dataclasses.replace(
             work,
             peak_free_bytes=resident,
@@ -127,7 +133,12 @@ class Situation:
     @functools.cached_property
     def iteration_workload(self) -> Workload:
         """The update beside forward and backward."""
-        return dataclasses.replace(self.update_workload, forward_s=self.job.forward_s(), backward_s=self.job.backward_s)
+        return dataclasses.replace(
+            self.update_workload,
+            forward_s=self.job.forward_s(),
+            backward_s=self.job.backward_s,
+            micro_batches=self.question.micro_batches,
+        )
 
     def update_s(self, plan: Plan) -> float:
         """Seconds of the update alone, all gradients where they are used."""
@@ -148,17 +159,14 @@ class Situation:
             seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
-        # Micro-batches but the last are forward and backward, which wait for saved tensors, with no update beside them.
-        work, offloaded = self.iteration_workload, plan.activation_bytes
-        back_s = max(work.backward_s, offloaded / self.profile.h2d_bandwidth)
-        one_s = max(work.forward_s, offloaded / self.profile.d2h_bandwidth) + back_s
-        seconds += one_s * (self.question.micro_batches - 1)
+        work = self.iteration_workload  # what the other micro-batches wait for is among the seconds already
+        seconds += (work.forward_s + work.backward_s) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
         return max(seconds + self.job.after_update_s, *self.busy_s(plan).values())
 
     def operations(self, plan: Plan) -> list[Task]:
-        """The optimizer's copies and updates in a step, and the copies of saved tensors of one micro-batch."""
+        """The optimizer's copies and updates in a step, and one micro-batch's copies of saved tensors and weights."""
         overlapped = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)  # in which offloaded gradients move, too
         tasks = schedule(plan, self.update_workload, overlapped).tasks
         # Parameters on the host are updated where they are.
@@ -177,7 +185,7 @@ class Situation:
         for task in self.operations(plan):
             load = self.update_workload.subgroups[task.subgroup or 0]
             cost = operation_demand(task.stream, task.size, load, profile)
-            count = times if task.op in (Op.SAVE, Op.RESTORE) else 1
+            count = times if task.op in (Op.SAVE, Op.RESTORE, Op.WEIGHTS) else 1
             seconds[LANE_OF_STREAM[task.stream]].append(cost.seconds * count)
             traffic.append(cost.traffic * count)
         lanes = {lane: math.fsum(each) for lane, each in seconds.items()}
@@ -218,6 +226,30 @@ class Situation:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
             useful = min(useful, max(0, free) // self.question.per_node)
         return self.least_offloaded + useful
+
+    def _loads(self) -> tuple[tuple[SubgroupLoad, ...], tuple[BlockLoad, ...]]:
+        """The subgroups, and the blocks that may stream, whose subgroups are their own.
+
+        Half of what is of no block stands before these and half behind, as an embedding and an output layer do.
+        """
+        question, model = self.question, self.question.model
+        each: dict[int, SubgroupLoad] = {}
+
+        def cut(numel: int) -> list[SubgroupLoad]:
+            whole, rest = divmod(numel, question.subgroup_size)
+            sizes = [question.subgroup_size] * whole + [rest] * (rest > 0)
+            return [each.setdefault(size, self._load(size)) for size in sizes]
+
+        if not question.streams:
+            return tuple(cut(question.state_numel)), ()
+        one = math.ceil(model.block_numel * question.trainable)
+        outer = question.state_numel - one * model.layers
+        loads, blocks = cut(max(0, outer) // 2), list[BlockLoad]()
+        for _ in range(model.layers):
+            start = len(loads)
+            loads += cut(one)
+            blocks.append(BlockLoad(model.block_numel * question.value_bytes, start, len(loads)))
+        return (*loads, *cut(max(0, outer) - max(0, outer) // 2)), tuple(blocks)
 
     def _load(self, numel: int) -> SubgroupLoad:
         """A subgroup of so many parameters."""

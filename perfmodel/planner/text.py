@@ -88,6 +88,11 @@ def _headline(answer: Answer) -> Iterator[str]:
         yield from _expected(answer)
         if moved := answer.offloaded:
             yield f"{format_bytes(moved)} of saved tensors move to the host during forward: attach(activations=...)."
+        if moved := answer.streamed:
+            yield (
+                f"{format_bytes(moved)} of weights come from the host in each forward and each backward: "
+                "attach(weights=...)."
+            )
         if answer.state_on_disk:
             yield from _on_disk(answer)
     yield from _largest(answer)
@@ -233,7 +238,7 @@ def _memory(answer: Answer) -> Table:
         "weights": (device.weights,),
         "gradients": (device.gradients,),
         "weights gathered": (device.gathered,),
-        "parameters and gradients": (None, situation.host_model),
+        "frozen weights" if question.streams else "parameters and gradients": (None, situation.host_model),
         "activations when backward begins": (device.activations, answer.offloaded),
         "logits and their loss": (device.logits,),
         "one block at work": (device.block,),
@@ -242,8 +247,9 @@ def _memory(answer: Answer) -> Table:
         "optimizer state: master weights": (None, host.master),
         "optimizer state: moments": (None, host.moments),
         "staging of gradients": (None, host.gradient_staging),
-        "staging of parameters": (None, host.parameter_staging),
+        "weights that may stream" if question.streams else "staging of parameters": (None, host.parameter_staging),
         "windows for state on disk": (None, situation.spill.window_bytes),
+        "weights that stay beside the peak": (answer.staying,),
         "state resident beside the peak": (answer.resident_state,),
         "needed by a rank": (None, answer.host_per_rank, situation.disk_per_rank),
         "needed by a node": (None, answer.host_per_rank * question.per_node, situation.disk_needed),

@@ -32,6 +32,7 @@ class Transformer:
         blocks and of the output layer, tied or not. Where only the number of parameters is known, blocks have all.
     dropout: whether dropout's masks are kept. upcast_norm: whether norms compute in float32, by separate operations, as
     Hugging Face's RMSNorm does. longest: the longest sequence it takes; None for no limit.
+    outer: parameters beside blocks, such as the embedding's; 0 where only their number is known.
     assumed: what was not given but assumed, for people.
     """
 
@@ -49,6 +50,7 @@ class Transformer:
     dropout: bool = False
     upcast_norm: bool = False
     longest: int | None = None
+    outer: int = 0
     assumed: str = ""
 
     @classmethod
@@ -105,6 +107,11 @@ class Transformer:
         if experts:
             raise ValueError(f"mixtures of experts are not supported, found {experts[0]}; pass --params instead")
         return _gpt2(values) if "n_embd" in values else _llama(values)
+
+    @property
+    def block_numel(self) -> int:
+        """Parameters of one block, of which the last takes what is left over."""
+        return (self.numel - self.outer) // self.layers
 
     def block_bytes(self, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
         """Bytes per token that one block keeps for its backward, in sequences of that length.
@@ -237,6 +244,7 @@ def _gpt2(values: Mapping[str, Any]) -> Transformer:
         head_weights=vocabulary * width,
         dropout=any(values.get(key, 0.1) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop")),
         longest=positions,
+        outer=outer,
     )
 
 
@@ -257,9 +265,10 @@ def _llama(values: Mapping[str, Any]) -> Transformer:
     matrices = 2 * width * (query + key) + 3 * width * inner
     block = matrices + 2 * width + biases
     tied = values.get("tie_word_embeddings", kind == "gemma")
+    outer = (1 if tied else 2) * vocabulary * width + width
     known = kind in ("llama", "mistral", "qwen2", "gemma")
     return Transformer(
-        numel=(1 if tied else 2) * vocabulary * width + width + layers * block,
+        numel=outer + layers * block,
         layers=layers,
         width=width,
         query_width=query,
@@ -271,6 +280,7 @@ def _llama(values: Mapping[str, Any]) -> Transformer:
         block_weights=layers * matrices,
         head_weights=vocabulary * width,
         upcast_norm=True,
+        outer=outer,
         assumed="" if known else f"parameters: model_type {kind!r} is counted as if it were Llama",
     )
 

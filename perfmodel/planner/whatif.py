@@ -57,24 +57,27 @@ SOLD = {
 }
 """Memory that a remedy may buy, and the sizes in which hosts and the disks of a node are sold, in bytes."""
 AUTO = {"offload_activations": "auto"}
+STREAM = {"weights": "auto", "offload_gradients": True, "attach": True}
 STEPS = (
     Step({"fsdp": True, "zero": 0}),
     Step({"replicas": 1}),
     Step({"fused_loss": True}),
     Step({"checkpointing": True}),
     Step({"offload_gradients": True}),
+    Step(STREAM),
     Step(AUTO),
     *(Step({name: max(sizes)}, effect) for effect, (name, sizes) in SOLD.items()),
     Step({"accumulation": False, "micro_batches": 1}, Effect.TRAINING),
     Step({"batch": 1}, Effect.TRAINING),
     Step({"state_format": INT8}, Effect.ROUNDING),
-    Step({"offload_parameters": True, "offload_gradients": False, "offload_activations": 0.0}),
+    Step({"offload_parameters": True, "offload_gradients": False, "offload_activations": 0.0, "weights": "stay"}),
 )
 """In the order in which they are tried: what can cost the least time comes first.
 
 FSDP2 over all ranks divides the update. A fused loss computes nothing twice. Checkpointing computes each block once
-more, a third of the compute at most. Offloaded gradients are copied down and up. Saved tensors are copied down and up
-in each micro-batch. Parameters on the host are copied in each pass: only if nothing else is enough.
+more, a third of the compute at most. Offloaded gradients are copied down and up. Weights that stream come twice in each
+micro-batch, beside compute; saved tensors are copied down and up in each. Parameters on the host are copied in each
+pass: only if nothing else is enough.
 """
 
 
@@ -163,8 +166,12 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
         yield {"chosen_size": smaller}
-    yield from ({"attach": False}, {"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
+    if not question.streams:
+        yield {"attach": False}
+    yield from ({"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
+        if question.ranks == 1 and not question.sharded:
+            yield STREAM
         yield AUTO
         if question.checkpointing:
             yield {"checkpointing": False, **AUTO}

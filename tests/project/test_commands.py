@@ -21,6 +21,7 @@ TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --poli
 FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
 
 QUICK = {
+    "experiments.any_size": "",
     "experiments.arithmetic": "",
     "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "experiments.kernel": "--numel 1k --rounds 1 --threads 1",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import runpy
+import importlib
 import shutil
 import sys
 from collections.abc import Iterable
@@ -29,6 +29,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 LOOP, TRAINER = [], ["--trainer"]
+STREAM = ["--weights", "auto"]
+WAYS = pytest.mark.parametrize(
+    "way", [LOOP, TRAINER, STREAM, [*STREAM, *TRAINER]], ids=["loop", "trainer", "loop, streams", "trainer, streams"]
+)
 Example = dict[str, Any]
 
 
@@ -37,7 +41,8 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Example:
     """Its names. `main` writes to the test's folder."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(tmp_path)
-    return runpy.run_path(str(ROOT / "examples" / "full_finetune_24gb.py"))
+    monkeypatch.delitem(sys.modules, "full_finetune_24gb", raising=False)
+    return dict(vars(importlib.import_module("full_finetune_24gb")))
 
 
 class AdamWithMasters(AdamW):
@@ -58,7 +63,7 @@ class AdamWithMasters(AdamW):
         for p, master in zip(self.low, masters, strict=True):
             p.copy_(master)
 
-    def attach(self, model: nn.Module, activations: str) -> None:
+    def attach(self, model: nn.Module, activations: str, weights: None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -127,10 +132,38 @@ def test_the_plan_of_tiny_keeps_streams_and_leaves_state_to_the_cpu(
 
 
 @pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+def test_weights_stream_with_the_same_losses_where_they_do_not_fit(way: list[str], example: Example) -> None:
+    names = example["main"].__globals__
+    devices: list[EmulatedDevice] = []
+    blocks: list[int] = []
+
+    def watched(numel: int) -> EmulatedDevice:
+        devices.append(example["tiny_gpu_for_streaming"](numel))
+        assert devices[-1].capacity < 2 * numel, "of weights"
+        return devices[-1]
+
+    class Watched(DOSAdam):
+        def explain(self) -> str:
+            blocks.append(self.metrics()["blocks_on_device"])
+            return super().explain()
+
+    names["tiny_gpu_for_streaming"], names["DOSAdam"] = watched, Watched
+    arguments = ["--tiny", "--steps", "5", "--batch", "2", *way]
+    losses = example["main"]([*arguments, *STREAM])
+    assert devices[0].peak_bytes <= devices[0].capacity
+    assert blocks[0] < 6
+    names["DOSAdam"] = DOSAdam
+    names["tiny_model"] = lambda: example["tiny_model"](layers=6)
+    names["tiny_gpu"] = lambda numel: EmulatedDevice(FAST, capacity=100 * numel)
+    assert example["main"](arguments) == losses
+
+
+@WAYS
 def test_state_that_the_host_has_no_room_for_is_on_disk(way: list[str], example: Example, tmp_path: Path) -> None:
-    """With the same losses. The host has 6 of the 14 bytes that a parameter takes."""
+    """With the same losses. The host has 6 of the 14 bytes that a parameter takes, 8 where 2 are the weights."""
     names, on_disk = example["main"].__globals__, []
-    host_memory = 6 * sum(p.numel() for p in example["tiny_model"]().parameters())
+    model = example["tiny_model"](layers=6) if STREAM[0] in way else example["tiny_model"]()
+    host_memory = (8 if STREAM[0] in way else 6) * sum(p.numel() for p in model.parameters())
 
     class Small(DOSAdam):
         def __init__(self, *args: Any, **given: Any) -> None:
@@ -154,16 +187,16 @@ def test_tiny_computes_in_one_thread(example: Example) -> None:
     assert torch.get_num_threads() == 1
 
 
-@pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+@WAYS
 def test_what_was_saved_goes_on_with_the_same_losses(way: list[str], example: Example, tmp_path: Path) -> None:
     example["main"].__globals__["SHARD"] = "200KB"
     arguments = ["--tiny", "--steps", "5", *way]
     whole = example["main"]([*arguments, "--save-every", "3"])
-    assert way is LOOP or len(list((tmp_path / "out" / "checkpoint-3").glob("*.safetensors"))) > 1
+    assert TRAINER[0] not in way or len(list((tmp_path / "out" / "checkpoint-3").glob("*.safetensors"))) > 1
     shutil.rmtree(tmp_path / "out" / "checkpoint-5", ignore_errors=True)  # Trainer's, of the end
     resumed = example["main"]([*arguments, "--resume"])
     assert resumed[-2:] == whole[-2:]
-    assert len(resumed) == (2 if way is LOOP else 5)  # of which Trainer's log has the earlier ones
+    assert len(resumed) == (5 if TRAINER[0] in way else 2)  # of which Trainer's log has the earlier ones
 
 
 def test_the_loss_in_chunks_is_that_of_the_model(example: Example) -> None:
@@ -257,7 +290,7 @@ def test_resuming_as_trainer_does_takes_twice_the_memory(tmp_path: Path) -> None
     assert twice > fresh + 6 * numel
 
 
-if __name__ == "__main__":  # what docs/8b-on-24gb.md says: python -m tests.project.test_full_finetune_example FOLDER
+if __name__ == "__main__":  # what docs/any-size.md says: python -m tests.project.test_full_finetune_example FOLDER
     for way in (LOOP, TRAINER):
         settings = ["--output", str(Path(sys.argv[1]) / "-".join(["out", *way])), *way]
         print(way, "fresh", host_peak("mmap", 6, "--steps", "2", "--save-every", "2", *settings))

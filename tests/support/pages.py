@@ -107,11 +107,15 @@ def surroundings(*, accelerated: bool) -> dict[str, Any]:
     """What a fragment finds: a model, data, and an optimizer that has made a step."""
     torch.manual_seed(0)
     model, batch = Answering(), torch.randn(2, 4)
-    device = EmulatedDevice(HardwareProfile.builtin("h100"), capacity=10**8) if accelerated else None
-    optimizer = DOSAdam(model.parameters(), device=device)
+    gpu = EmulatedDevice(HardwareProfile.builtin("h100"), capacity=10**8)
+
+    def build(*args: Any, device: Any = None, **settings: Any) -> DOSAdam:
+        return DOSAdam(*args, device=gpu if device == "cuda" else device, **settings)
+
+    optimizer = DOSAdam(model.parameters(), device=gpu if accelerated else None)
     model(batch).backward()
     optimizer.step()
-    return {"DOSAdam": DOSAdam, "torch": torch, "model": model, "optimizer": optimizer, "batch": batch}
+    return {"DOSAdam": build, "torch": torch, "model": model, "optimizer": optimizer, "batch": batch}
 
 
 def run_fragments(name: str, *, accelerated: bool) -> int:

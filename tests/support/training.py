@@ -174,11 +174,11 @@ def trained_as_on_host(
     return model, optimizer
 
 
-def attached_after_a_step() -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
-    """A model whose update is still in flight, and what its parameters will be."""
+def attached_after_a_step(**settings: Any) -> tuple[nn.Sequential, DOSAdam, list[bytes]]:
+    """A model whose update is still in flight, and what its parameters will be. settings: as for `maker`."""
     model, twin = mlp(), mlp()
     train(twin, DOSAdam(twin.parameters()), 3)
-    optimizer = maker("cpu", machine=SLOW, subgroup_size=150)(model.parameters())
+    optimizer = maker("cpu", machine=SLOW, **{"subgroup_size": 150, **settings})(model.parameters())
     optimizer.attach(model)
     train(model, optimizer, 3)
     return model, optimizer, bits(twin.parameters())

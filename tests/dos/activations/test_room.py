@@ -41,7 +41,7 @@ def test_a_share_is_a_prefix_of_what_is_saved_whatever_the_length_of_the_batch(
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_memory_comes_back_with_the_graph(share: float) -> None:
     device = EmulatedDevice(FAST, 10**9)
-    model, optimizer, offload = start(share, device=device)
+    model, _optimizer, offload = start(share, device=device)
     loss = forward(model)
     assert device.usage().occupied > 0
     assert (offload.pool.used > 0) == (share > 0)

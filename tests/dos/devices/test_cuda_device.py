@@ -58,13 +58,13 @@ def test_the_clock_follows_the_device(runtime: Runtime, monkeypatch: pytest.Monk
         assert device.launch(0, lambda: None, 1).wait().end == pytest.approx(0.99 * runtime.host, abs=2e-4)
 
 
-@pytest.mark.parametrize("forked", ["idle", "after forward", "after backward", "after step"])
+@pytest.mark.parametrize("forked", ["unused", "idle", "after forward", "after backward", "after step"])
 def test_a_forked_child_that_collects_garbage_goes_on(forked: str, runtime: Runtime) -> None:
     """There the end of an event is that of the process: its destructor raises, because CUDA is not there."""
     found: list[object] = [device := FakeCudaDevice(runtime)]
     if forked == "idle":
         device.copy(Op.PREFETCH, 0, [(torch.zeros(5), torch.ones(5))])
-    else:
+    elif forked != "unused":
         model = mlp()
         optimizer = DOSAdam(model.parameters(), device=device, policy="stride:2", subgroup_size=100)
         optimizer.attach(model, activations=1.0)

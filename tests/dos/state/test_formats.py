@@ -19,7 +19,7 @@ from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.format import Field, Format
 from tests.support.devices import Copying
 from tests.support.random_plans import RandomPlans, all_in
-from tests.support.training import FAST, bits, maker, mlp, plan_anew, train
+from tests.support.training import FAST, bits, bits_on_host, maker, mlp, plan_anew, train
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -64,6 +64,19 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
     assert +found == {op: nbytes * numel for op, nbytes in (+expected).items()}
 
 
+@pytest.mark.parametrize("between", [STREAMED, RESIDENT])
+def test_the_host_reads_again_what_the_device_has_updated(between: Placement) -> None:
+    """Its rests are of the device's newest parameters, and what was staged for earlier steps is older."""
+    placements = [CPU]
+    model = mlp(torch.bfloat16)
+    optimizer = maker(lambda workload: all_in(placements[0], workload, slots=2))(model.parameters())
+    for step, placements[0] in enumerate([CPU, CPU, between, CPU, CPU]):
+        plan_anew(optimizer)
+        train(model, optimizer, 1, first_step=step)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits_on_host(torch.bfloat16, 5)
+
+
 @pytest.mark.parametrize("place", ["host", "cpu", "stride:1", "resident"])
 def test_rests_are_live_views(place: str) -> None:
     model = mlp(torch.bfloat16)
@@ -102,6 +115,19 @@ def test_masters_follow_what_was_written(dtype: torch.dtype, state_format: str |
         assert torch.equal(master[0], kept[0]), "what was not written to"
         assert not torch.equal(master[0], weight[0].float())
         train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("place", ["host", "adaptive"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_master_that_user_code_has_put_there_follows_its_parameter(dtype: torch.dtype, place: str) -> None:
+    model = mlp(dtype)
+    optimizer = maker(place, state_format="float32" if dtype is torch.bfloat16 else None)(model.parameters())
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"] = 0.0
+    before, entry = bits(model.parameters()), optimizer.state[model[0].weight]
+    entry["master_param"] = torch.full_like(entry["master_param"], 5.0)
+    train(model, optimizer, 1)
+    assert bits(model.parameters()) == before
 
 
 @pytest.mark.parametrize("settings_", [{"master_weights": False}, {}])

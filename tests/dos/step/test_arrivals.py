@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import LANE_OF, Copy, Job
 from perfmodel import Op, Placement
-from tests.support.devices import Asked, Copying, LateDevice
+from tests.support.devices import Asked, Copying, CopyingAtOnce, LateDevice
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import InTurn
-from tests.support.training import FAST, bits, everything, mlp, train
+from tests.support.training import FAST, backward, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -91,17 +91,25 @@ def test_state_that_is_still_arriving_does_not_go_home_before_it_is_there() -> N
     train_both(model, optimizer, 3, unused=[1])  # it leaves without an update, behind which it would wait anyway
 
 
-def test_what_user_code_writes_to_state_that_is_still_arriving_counts() -> None:
-    def run(model: nn.Sequential, optimizer: DOSAdam) -> list[bytes]:
-        def change(step: int) -> None:
-            for p in model.parameters() if step else ():
-                optimizer.state[p]["exp_avg"].mul_(-30.0)
+@pytest.mark.parametrize("reads", ["before backward", "after it"])
+@pytest.mark.parametrize("place", [RESIDENT, STREAMED])
+def test_what_user_code_writes_to_state_that_may_be_arriving_counts(reads: str, place: Placement) -> None:
+    """Where it was read before backward, nothing tells of the write, and so it does not come in backward."""
 
-        train(model, optimizer, 3, before_step=change)
+    def run(model: nn.Sequential, optimizer: DOSAdam) -> list[bytes]:
+        for step in range(4):
+            optimizer.zero_grad()
+            early = reads == "before backward" and step > 0
+            views = [optimizer.state[p]["exp_avg"] for p in model.parameters() if early]
+            backward(model, step)
+            for view in views if early else [optimizer.state[p]["exp_avg"] for p in model.parameters() if step]:
+                view.mul_(-30.0)
+            optimizer.step()
         return everything(model, optimizer)
 
     twin = mlp()
-    assert run(*start(InTurn(CPU, RESIDENT), late(Op.PREFETCH))) == run(twin, DOSAdam(twin.parameters()))
+    device = CopyingAtOnce() if reads == "before backward" else late(Op.PREFETCH)
+    assert run(*start(InTurn(CPU, place), device)) == run(twin, DOSAdam(twin.parameters()))
 
 
 @pytest.mark.parametrize("place", [RESIDENT, STREAMED])

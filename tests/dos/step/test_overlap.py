@@ -290,8 +290,11 @@ def test_two_optimizers_attached_to_one_model(shared: bool) -> None:
 
 ENDS = """
 import sys, threading
+from perfmodel import Op
+from tests.support.devices import LateDevice
 from tests.support.training import attached_after_a_step, bits, train
-model, optimizer, expected = attached_after_a_step()
+late = LateDevice(lambda op: 20e-3 * (op is Op.PARAMETER))  # the interpreter ends before the step would by itself
+model, optimizer, expected = attached_after_a_step(device=late)
 # Called after the library's and before that of executors, whose threads end what they have by themselves.
 threading._threading_atexits.insert(1, lambda: print(bits(model.parameters()) == expected))
 def train_on():

@@ -228,19 +228,20 @@ def test_what_is_proposed_fits(machine: str, settings: dict[str, Any], host_gib:
 
 def test_what_changes_no_result_is_proposed_before_what_does() -> None:
     """A larger host, a disk and then 8-bit moments come before steps of one sequence, which is other training."""
-    assert [*proposals(question(**DESKTOP, host_bytes=128 * GIB))] == ["with --offload-gradients"]
+    most = [*proposals(question(**DESKTOP, host_bytes=128 * GIB))]
+    assert most == ["with --offload-gradients --weights auto", "with --offload-gradients"]
     small = proposals(question(**DESKTOP, host_bytes=70 * GIB))
     assert {change: remedy.effect for change, remedy in small.items()} == {
-        "with --offload-gradients --host 128GB": Effect.MACHINE,
-        "with --offload-gradients --disk 1TB": Effect.DISK,
-        "with --offload-gradients --state-format int8": Effect.ROUNDING,
+        "with --offload-gradients --weights auto --host 128GB": Effect.MACHINE,
+        "with --offload-gradients --weights auto --disk 1TB": Effect.DISK,
+        "with --offload-gradients --weights auto --state-format int8": Effect.ROUNDING,
     }
-    larger = proposals(question(**DESKTOP, batch=64, host_bytes=70 * GIB))
+    larger = proposals(question(**DESKTOP, batch=256, host_bytes=70 * GIB))
     assert {change: remedy.effect for change, remedy in larger.items()} == {
-        "with --batch 1 --offload-gradients --state-format int8": Effect.TRAINING
+        "with --batch 1 --offload-gradients --weights auto --state-format int8": Effect.TRAINING
     }
     tiny = proposals(question(**DESKTOP, host_bytes=50 * GIB))
-    assert next(iter(tiny)) == "with --offload-gradients --host 128GB"
+    assert next(iter(tiny)) == "with --offload-gradients --weights auto --host 128GB"
 
 
 def test_settings_that_help_only_together_are_proposed_together() -> None:
@@ -249,7 +250,7 @@ def test_settings_that_help_only_together_are_proposed_together() -> None:
     assert not any(Situation(asked.replace(**{name: value})).fits for name, value in alone.items())
     first, second, *_ = proposals(asked)
     assert first == "with --offload-gradients --offload-activations auto", "which computes nothing twice"
-    assert second == "with --checkpointing --offload-gradients"
+    assert second == "with --checkpointing --offload-gradients --weights auto"
 
 
 def test_saved_tensors_leave_a_share_or_as_much_as_pays() -> None:
@@ -287,11 +288,20 @@ def test_a_host_that_is_too_small() -> None:
 
 def test_a_step_of_several_micro_batches() -> None:
     """Forward and backward take their multiple, the update does not."""
-    one, four = (Situation(question(offload_gradients=True, micro_batches=count)) for count in (1, 4))
+    settings = {"offload_gradients": True, "batch": 4}
+    one, four = (Situation(question(**settings, micro_batches=count)) for count in (1, 4))
     assert four.compute_s == pytest.approx(4 * one.compute_s)
     alone, together = adaptive_outcome(one), adaptive_outcome(four)
     assert together.seconds == pytest.approx(alone.seconds + 3 * one.training_s)
     assert together.update_s == alone.update_s
+
+
+def test_micro_batches_wait_for_gradients_that_take_longer_than_they_do_to_leave() -> None:
+    one, four = (Situation(question(offload_gradients=True, micro_batches=count)) for count in (1, 4))
+    leaving_s = 7e9 * 2 / one.profile.d2h_bandwidth
+    assert leaving_s > one.job.backward_s
+    more = adaptive_outcome(four).seconds - adaptive_outcome(one).seconds
+    assert 3 * one.training_s < more <= 3 * (one.job.forward_s() + one.job.backward_s + leaving_s)
 
 
 def test_frozen_parameters_need_no_state() -> None:

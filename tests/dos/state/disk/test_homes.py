@@ -7,18 +7,21 @@ import functools
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.devices import Copy, Job
 from dos.machine import host_memory as host_memory_module
 from dos.state.disk import DiskError
 from dos.state.host_store import HostStore
 from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState, schedule_step
+from tests.support.devices import LateDevice
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
 from tests.support.random_plans import all_in
@@ -308,15 +311,37 @@ def _with_a_newcomer(make: Make) -> list[Tensor]:
     return [old, new]
 
 
+class _Unpinning(LateDevice):
+    """Gradients are late. arrived: whether each was there when the memory that it was to come to was given back."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda op: 10e-3 * (op is Op.GRADIENT))
+        self.arrived: list[bool] = []
+        self.jobs: list[tuple[int, Any]] = []
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        job = super().copy(op, subgroup, copies, after)
+        self.jobs += [(destination.data_ptr(), job) for destination, _ in copies if op is Op.GRADIENT]
+        return job
+
+    def unpin(self, tensor: Tensor, unused: Tensor) -> None:
+        first, end = unused.data_ptr(), unused.data_ptr() + unused.nbytes
+        self.arrived += [job.future.done() for address, job in self.jobs if first <= address < end]
+        super().unpin(tensor, unused)
+
+
 def test_gradients_that_left_for_a_home_which_goes_to_disk_are_sent_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    settings = {"subgroup_size": 2048, "disk": tmp_path, "host_memory": 400_000}
+    device = _Unpinning()
+    settings = {"subgroup_size": 2048, "disk": tmp_path, "host_memory": 400_000, "device": device}
     with torch.random.fork_rng():
         expected = bits(_with_a_newcomer(DOSAdam))
     with leaving_early() as early:
         found = bits(_with_a_newcomer(maker("cpu", **settings)))
     assert early
     assert found == expected
+    assert device.arrived
+    assert all(device.arrived), "the system was given memory to which gradients were still on their way"
 
 
 def test_state_may_be_in_more_windows_than_there_are_to_be() -> None:
