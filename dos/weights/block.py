@@ -144,9 +144,11 @@ class Block:
 
     def finish_reading(self) -> None:
         """Block until no copy reads the homes, to which user code may write then."""
-        if self._reading is not None:
-            self._reading.wait()
-            self._reading = None
+        reading = self._reading
+        if reading is not None:
+            reading.wait()
+            if self._reading is reading:  # backward may have fetched it again, in its thread
+                self._reading = None
 
     def use_copies(self) -> None:
         """Let the block's modules have the copies."""
