@@ -46,7 +46,7 @@ SLOW = {
     "experiments.overlap": "--rounds 1 --batch 1",
     "experiments.planner": "--profile h100",
     "experiments.sweep emulated": "",
-    "experiments.weights": "--rounds 1 --largest 1",
+    "experiments.weights": "--rounds 1 --largest 2",
     "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
     "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
