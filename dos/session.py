@@ -260,6 +260,7 @@ class Session:
 
     def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
         """Move blocks to the device or home as the plan says; False if some have to wait."""
+        # State that leaves in this step counts yet: its memory is free only when its flush has ended.
         state = sum(room.buffer.nbytes for room in self.ledger.stores.device.resident.values())
         room = facts.workload.peak_free(plan.activation_bytes) - state
         return weights.follow(plan.blocks_on_device, facts.workload, room)
@@ -649,6 +650,7 @@ class Session:
 
     def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
         """Called before weights are fetched from the host: what the device must wait for. wait: as `Ledger.updates`."""
+        # Before the first step, and once the last was settled, homes have their newest values.
         if not self.ledger.pending:
             return ()
         return self.ledger.updates(self.registry.subgroups_of(parameters), wait=wait)

@@ -81,7 +81,9 @@ class HostLane:
         with self._device.host_update(turn.work.numel, traffic, state.name) as start:
             turn.work.apply_on_host()
         span = Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter())
-        if turn.work.subgroup.arena.streams:  # the new parameters are at home
+        if turn.work.subgroup.arena.streams:
+            # The new parameters are at home. An empty copy in their place would cost the link its latency, and make the
+            # next fetch wait for whatever else is queued there.
             return HostJob(span)
         self._spans.append(span)
         # Whatever the caller queued before the step still reads the old parameters.

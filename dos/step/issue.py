@@ -217,6 +217,7 @@ class Step:
             job = self._issue(
                 task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after
             )
+        # Whoever reads the weights next, a fetch or user code, reads the home, which is written only now.
         if task.op is Op.FLUSH and self._streams(task) and update is not None:
             self.done[subgroup] = _issued(job)  # the weights are at home then
         return job

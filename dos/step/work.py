@@ -148,6 +148,7 @@ class SubgroupUpdate:
             return []
         home = subgroup.parameter
         assert home is not None, "they are there"
+        # Behind the gradients, whose room is as wide as they are at most: an update reads both at once.
         room = buffer[subgroup.offloaded_gradient_bytes :][: home.nbytes].view(home.dtype)
         self.weights = room
         return [(home[piece.run], room[piece.run]) for piece, _ in self.items]

@@ -76,6 +76,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def exchange(module: nn.Module, name: str, parameter: Tensor) -> None:
     """Put a parameter in the place of another one of the same name."""
+    # Not by `register_parameter`, which checks, and could put it behind the others: state dicts would have another
+    # order while a block runs.
     if type(module).__setattr__ is nn.Module.__setattr__:
         vars(module)["_parameters"][name] = parameter
     else:  # such as that of nn.GRU, which keeps a list of its weights besides

@@ -23,7 +23,7 @@ class Block:
     emptied when the block has computed and filled again when it is needed: views that autograd has saved of them are
     then valid again.
 
-    number: its place among the blocks. numel, nbytes: of its weights; the latter in device memory.
+    number: its place among the blocks. nbytes: of its weights in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies, for good.
     filled: whether the copies have values, or these are on their way. running: how many of its forwards run.
     touched: whether the backward that runs has used it. arenas: those of the homes of trained parameters.
@@ -49,7 +49,6 @@ class Block:
         sizes = [member.parameter.nbytes for member in members]
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
         self.nbytes = sum(map(aligned, sizes))
-        self.numel = sum(member.parameter.numel() for member in members)
         self.copies: list[nn.Parameter] = []
 
     def make_copies(self, like: torch.device) -> None:
@@ -82,7 +81,7 @@ class Block:
         self._queue = self._device.owner
         # The memory may be what the caller's queue used until now.
         job = self._device.copy(
-            Op.WEIGHTS, self.number, self.copies_down(), (*self._device.fence([self._queue]), *after)
+            Op.WEIGHTS, self.number, self._transfers(), (*self._device.fence([self._queue]), *after)
         )
         # Not before: if the copy raises, what is there are no weights.
         self.filled = True
@@ -100,19 +99,12 @@ class Block:
         """Whether a home was written to since the copies were filled."""
         return self._versions != self._now()
 
-    def copies_down(self) -> list[Copy]:
+    def _transfers(self) -> list[Copy]:
         """The copies that fill the device's memory from the homes."""
-        return [(part, home) for home, part in zip(self._homes(), self._parts(), strict=True)]
-
-    def copies_up(self) -> list[Copy]:
-        """The copies that bring what is there home."""
-        return [(home, part) for home, part in zip(self._homes(), self._parts(), strict=True)]
-
-    def _homes(self) -> list[Tensor]:
-        return [flat_bytes(member.parameter) for member in self.members]
-
-    def _parts(self) -> list[Tensor]:
-        return [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
+        # Through the buffer, not through the parameters: their counters of writes must not rise, for what autograd has
+        # saved of them is valid again once they are filled.
+        parts = [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
+        return [(part, flat_bytes(member.parameter)) for member, part in zip(self.members, parts, strict=True)]
 
     @property
     def joined(self) -> bool:
@@ -140,6 +132,8 @@ class Block:
             self.join()  # nobody has: the copy would write to memory that is given away
         self.filled = self.touched = False
         self._job, self._joined = None, set()
+        # Views that autograd has saved keep the storage object, and no memory. A read of one before the next fetch is a
+        # fault, so whatever reads them asks for the block first (`WeightStream.before_use`, `begins`).
         self._device.empty(self._buffer)
 
     def finish_reading(self) -> None:
@@ -153,6 +147,7 @@ class Block:
     def use_copies(self) -> None:
         """Let the block's modules have the copies."""
         for member, copy in zip(self.members, self.copies, strict=True):
+            # User code freezes and unfreezes the parameters that it knows.
             if copy.requires_grad != member.parameter.requires_grad:
                 copy.requires_grad_(member.parameter.requires_grad)
             for module, name in member.places:
@@ -160,6 +155,7 @@ class Block:
 
     def use_homes(self) -> None:
         """Let the block's modules have the homes."""
+        # Before user code can look: it would save, average or load into memory that is emptied.
         for member in self.members:
             for module, name in member.places:
                 exchange(module, name, member.parameter)

@@ -151,6 +151,8 @@ def members_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Membe
             owners[id(parameter)] |= numbers
             for number in numbers - outside:
                 found[number].setdefault(id(parameter), Member(parameter)).add(module, name)
+    # A parameter of two blocks would be fetched for one and be stale in the other, and one that a module outside of
+    # all blocks has, too, is read when no block runs.
     return [
         [member for key, member in mine.items() if len(owners[key]) == 1 and _can_stream(member.parameter)]
         for mine in found

@@ -57,12 +57,14 @@ class WeightHomes:
         before = stream_of(model)
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
+        # Its hooks would exchange parameters for copies that nothing fills any more. All checks come before this.
         if before is not None:
             before.detach()
         stays = spread(len(members), staying(self._amount, len(members)))
         streamed = {id(m.parameter) for each in members.values() for m in each}
         self._move_rest(model, streamed)
         self._registry.devices.streamed |= streamed & group_of.keys()
+        # Blocks are enrolled one by one, and the size of subgroups would follow from the first ones alone.
         self._registry.expected = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
         blocks = {}
         for number, (module, mine) in enumerate(members.items()):
@@ -101,6 +103,7 @@ class WeightHomes:
         and the next forward would run out. Nothing is in flight. Returns False if some have to wait.
         """
         ordered = self._ordered()
+        # First: blocks that come need the memory of those that go.
         for i, (block, _) in enumerate(ordered):
             if i not in staying:
                 self.move(block, streams=True)
@@ -148,12 +151,14 @@ class WeightHomes:
         """Enrol a block's trained parameters, and move all of them."""
         registry = self._registry
         trained = [m.parameter for m in members if m.parameter.requires_grad]
+        # Each block has arenas of its own, so that no subgroup lies in two: a fetch waits for its own updates alone.
         registry.enrol([(p, group_of[id(p)]) for p in trained])
         block = Block(number, members, self._device)
         block.make_copies(getattr(self._device, "torch_device", torch.device("cpu")))
         for member, copy in zip(members, block.copies, strict=True):
             record = registry.record(member.parameter)
             if record is not None and member.parameter.requires_grad:
+                # Backward writes the copy's gradient, and torch refuses one on the device beside a home on the host.
                 member.trained, record.leaf = True, copy
                 registry.watching.watch_at(member.parameter, copy)
         block.arenas = {record.arena for p in trained if (record := registry.record(p)) is not None}
@@ -178,6 +183,7 @@ class WeightHomes:
         for arena in {record.arena for record in records}:
             arena.streams = streams
         for record, each in zip(records, written, strict=True):
+            # With what user code had written until now: the address has changed, which alone says nothing any more.
             record.relocate(written=each)
             self._registry.forget_batches(record)
         for subgroup in self._registry.subgroups_of(record.parameter for record in records):
@@ -203,6 +209,7 @@ class WeightHomes:
             flat = self._frozen[block].tensor[start : start + p.nbytes].view(p.dtype)
             places[id(p)] = flat.as_strided(p.size(), p.stride())
             start += aligned(p.nbytes)
+        # Parameter by parameter, each freed as its home has it, so that nothing is there twice.
         for member in block.members:
             home = places[id(member.parameter)]
             home.copy_(member.parameter.detach())
@@ -210,6 +217,7 @@ class WeightHomes:
         block.free()
 
     def _move_to_device(self, block: Block) -> None:
+        # Waits: what the parameter had before may be the only memory that the copy reads, and goes below.
         block.fetch(()).wait()
         block.join()
         for member, copy in zip(block.members, block.copies, strict=True):

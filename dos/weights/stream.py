@@ -207,6 +207,7 @@ class WeightStream:
     def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """It has run, or has raised."""
         block = self._of[module]
+        # It is called where a hook before it has raised, too, and `_before` has not counted.
         block.running = max(0, block.running - 1)
         if block.running:
             return
@@ -268,6 +269,7 @@ class WeightStream:
 
     def _use_in_backward(self, block: Block) -> None:
         number = backward_number()
+        # Of each backward, for a nested one, as of reentrant checkpointing, ends before the one around it.
         if number not in self._backwards and number != -1:
             self._backwards.add(number)
             when_backward_ends(self._backward_ends)

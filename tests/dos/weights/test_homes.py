@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import signal
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job
+from dos.weights.block import Block
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
 from tests.support.training import FAST, bits
@@ -293,6 +295,34 @@ def test_an_exception_leaves_homes_in_place(where: str) -> None:
         assert [id(p) for p in model.parameters()] == [id(p) for g in optimizer.param_groups for p in g["params"]]
         train(model, optimizer, 1, first=step)
         train(other, reference, 1, first=step)
+    optimizer.synchronize()
+    reference.synchronize()
+    assert bits(model.parameters()) == bits(other.parameters())
+
+
+@pytest.mark.parametrize("when", ["a fetch", "the end of a block"])
+def test_ctrl_c_comes_when_the_hook_has_ended(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost or half exchanged: the forward is tried again."""
+    model, other = net(), net()
+    optimizer, reference = start(model, 0), start(other, None)
+    name = {"a fetch": "fetch", "the end of a block": "use_homes"}[when]
+    method = getattr(Block, name)
+    ended = []
+
+    def interrupted(self: Block, *args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        found = method(self, *args)
+        ended.append(self)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs(0, model))
+    assert ended
+    assert [id(p) for p in model.parameters()] == [id(p) for g in optimizer.param_groups for p in g["params"]]
+    train(model, optimizer, 2)
+    train(other, reference, 2)
     optimizer.synchronize()
     reference.synchronize()
     assert bits(model.parameters()) == bits(other.parameters())

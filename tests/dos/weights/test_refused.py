@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.blocks import RUNS, inputs, loss, net, start, train
+from tests.support.fake_ranks import fake_ranks
 from tests.support.training import FAST, bits, mlp
 
 ARGUMENTS: list[tuple[Any, Any, type[Exception], str]] = [
@@ -119,3 +122,31 @@ def test_gradient_scaler() -> None:
     scaler.scale(loss(model, 0)).backward()
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.step(optimizer)
+
+
+def test_a_captured_graph() -> None:
+    class Captures(EmulatedDevice):
+        captures = False
+
+        def capturing(self) -> bool:
+            return self.captures
+
+    device = Captures(FAST, 10**8)
+    model = net()
+    optimizer = start(model, 0, device=device)
+    device.captures = True
+    with pytest.raises(RuntimeError, match="its replays would not fetch weights that stream"):
+        model(inputs(0, model))
+    device.captures = False
+    train(model, optimizer, 1)
+
+
+def test_models_of_many_ranks() -> None:
+    """DistributedDataParallel, and FSDP2's DTensors."""
+    with fake_ranks(2):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        divided = DistributedDataParallel(net(torch.float32)), distribute_module(net(torch.float32), mesh)
+        for model, name in zip(divided, ("DistributedDataParallel", "DTensors"), strict=True):
+            optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
+            with pytest.raises(ValueError, match=rf"weights= is for .*, found {name}; .*FSDP2"):
+                optimizer.attach(model, weights=0)
