@@ -164,6 +164,8 @@ class Session:
                 self._commit(ready)
             if self.on_device is not None:
                 self.on_device.end(skipped=amp.skip)
+                # The device and the CPU lane are busy with the update, for which the caller may have to wait below.
+                self.on_device.decisions.search()
             self.guard.phase = Phase.IDLE
             # With a model attached its hooks order the caller, while updates run on into the forward.
             if self.attachment is None or not self.ledger.running:
@@ -177,7 +179,6 @@ class Session:
             # The caller goes on with the next forward: another iteration begins.
             self.ledger.trim()
             self.on_device.activations.follow_plan(self.on_device.decisions.plan)
-            self.on_device.decisions.search()  # the device is busy with the update, and nothing waits for the host
             self.on_device.begin()
 
     def _prepare(self, scale: float) -> Ready:
