@@ -33,10 +33,14 @@ from perfmodel import Op, Placement, Plan, Workload
 
 
 class Wanted(NamedTuple):
-    """The plan by which backward sends gradients. subgroups: those whose gradients the host updates from."""
+    """The plan by which backward sends gradients. subgroups: those whose gradients the host updates from.
+
+    facts: for which it was made.
+    """
 
     plan: Plan | None
     subgroups: frozenset[Subgroup]
+    facts: Facts | None = None
 
 
 _NOT_ASKED = Wanted(None, frozenset())
@@ -111,12 +115,15 @@ class Backward:
             loads,
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
+            passing_bytes=beside,
             **weights,
             **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
             **host_limits(self._registry.homes, subgroups, loads, attached=self.attached),
         )
-        return Facts(workload, reverse=self.steps % 2 == 1)
+        # A plan that does not follow memory says what it takes.
+        beside_forward = self.attached and self.decisions.follows_memory
+        return Facts(workload, reverse=self.steps % 2 == 1, beside_forward=beside_forward)
 
     def stream_weights(self, weights: WeightHomes) -> None:
         """Plan the weights of these blocks with the state; backward asks for those that it reads."""
@@ -145,7 +152,7 @@ class Backward:
             return False
         # Without holding Ctrl-C back, which takes microseconds at each of many gradients: a wrong count does no harm.
         with self._guard.lock:
-            plan, wanted = self._wanted
+            plan, wanted, _ = self._wanted
             if plan is None or self.may_change(record):
                 return False
             # From here on each gradient may be the one at which there is room for slots, which `send` fills.
@@ -193,7 +200,7 @@ class Backward:
         """
         if self._wanted.plan is None:
             self._look_ahead()
-        plan, wanted = self._wanted
+        plan, wanted, _ = self._wanted
         if plan is None:
             return
         places = self._registry.places[record]
@@ -204,7 +211,7 @@ class Backward:
             transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers)
             departure.mark_sent(transit)
         if self.departures.past_half:
-            self._ledger.fill_slots(plan, self._registry.accelerated, self.decisions.memory.spare_in_backward)
+            self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
 
     def _look_ahead(self) -> None:
         """Decide as if the step came now, for gradients and state to move by."""
@@ -213,7 +220,7 @@ class Backward:
             plan = None if facts is None else self.decide(facts)
         except (TypeError, ValueError):
             return  # the step raises it
-        if plan is None:
+        if facts is None or plan is None:
             return
         subgroups, stores = self._registry.accelerated, self._ledger.stores
         ran_out = self.decisions.memory.forecast.ran_out_lately
@@ -223,25 +230,38 @@ class Backward:
             self.weights is None or self.weights.staying() <= plan.blocks_on_device
         )
         if self.decisions.follows_memory and not ran_out and makes_room:
-            self._ledger.fetch_residents(plan, subgroups)
+            self._ledger.fetch_residents(plan, subgroups, self._left(facts, plan))
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
-        self._wanted = Wanted(plan, frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup)))
+        staged = frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup))
+        self._wanted = Wanted(plan, staged, facts)
+
+    def _left(self, facts: Facts, plan: Plan) -> float:
+        """See `Facts.left`."""
+        resident, subgroups = self._ledger.stores.device.resident, self._registry.accelerated
+        return facts.left(plan, (i for i, subgroup in enumerate(subgroups) if subgroup in resident))
+
+    def _spare(self) -> float:
+        """Bytes that slots may take before backward has ended."""
+        plan, _, facts = self._wanted
+        left = 0.0 if facts is None or plan is None else self._left(facts, plan)
+        return min(left, self.decisions.memory.spare_in_backward())
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Note where the caller's work has come to the call of `step()`, for the iteration and the pace."""
         if self.weights is not None:
             self._micro_batches = self.weights.stream.take_forwards()
-        now, offloaded = self.now, self.activations.last_offloaded
+        now = self.now
         now.step, now.started = self.device.mark(), time.perf_counter()
         early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self._stalls())
-        now.moves, now.saved = self.activations.moves(), offloaded
+        now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
-        # The part of the host that updates of parameters there take meanwhile is not measured.
-        now.alone = all(subgroup.arena.accelerated for subgroup in updates) and not (offloaded and offloaded[0])
+        # Saved tensors and weights go before state on the links, and the part of the host that updates of parameters
+        # there take is not measured.
+        now.alone = not now.moves and all(subgroup.arena.accelerated for subgroup in updates)
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""

@@ -243,7 +243,7 @@ class Session:
             # From here on memory is taken for the queue that trains: the allocator gives it to no other once it is
             # freed.
             self.ledger.device.owner = self.ledger.device.caller()
-            with Preparation(subjects, ledger, facts.workload.windows) as preparation:
+            with Preparation(subjects, ledger, facts.workload, facts.left) as preparation:
                 if stores.disk is not None:
                     facts = dataclasses.replace(facts, rooms=preparation.rooms)
                     plan = on_device.decide(facts)

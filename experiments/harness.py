@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ Progress = Callable[[str], object]
 
 FILE_WIDTH = 170
 """Columns of tables that are not shown on a terminal, so that files have them whole."""
+EMULATED_SWITCH_S = 1e-4
+"""Seconds after which Python lets another of the threads go on that stand for links; it would be 5 ms."""
 
 
 class Dropped(Exception):  # noqa: N818  (not an error: the others go on)
@@ -148,17 +151,23 @@ def measuring(as_json: bool, *, emulated: bool = True) -> Iterator[tuple[Console
     """The console of a command, and what says there what is being measured.
 
     as_json: tables go to stderr, so that stdout has the line of JSON alone. emulated: torch computes on one thread, as
-    one core computes for the accelerator, and another is the host.
+    one core computes for the accelerator, and another is the host; threads that stand for links hardly wait
+    for Python's lock, as hardware waits for none.
     """
+    interval_s = sys.getswitchinterval()
     if emulated:
         import torch
 
         torch.set_num_threads(1)
+        sys.setswitchinterval(EMULATED_SWITCH_S)
     console = Console(stderr=as_json)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    with console.status("measuring") as status:
-        yield console, status.update
+    try:
+        with console.status("measuring") as status:
+            yield console, status.update
+    finally:
+        sys.setswitchinterval(interval_s)
 
 
 def finish(values: Any, console: Console, as_json: bool, limits: Sequence[Limit] | None = None) -> int:

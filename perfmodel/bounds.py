@@ -117,10 +117,8 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     most = min(sum(saved.nbytes for saved in workload.activations), workload.activation_host_bytes)
     shared = workload.shared_free_bytes
     staging = min(workload.update_free_bytes, shared + (most if workload.shares_peak else 0))
-    room = staging / max(float(state.min()), 1.0)
-    fitting = math.floor(room) if math.isfinite(room) else math.inf
-    slowest = max(c[Stream.PREFETCH].seconds for c in costs)
-    fill = min(fitting, float(counts.sum())) * slowest
+    # A slot takes at least the state of each subgroup that passes through it.
+    fitting = np.floor(staging / np.maximum(state, 1.0))
     gpu, flush, prefetch, gradient, parameter = (
         total(s) for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT, Stream.PARAMETER)
     )
@@ -133,6 +131,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     )
     scale = max(float(counts @ state), 1.0)
     held = counts * state / scale
+    takes = counts * state
+    filled_bytes = min((takes[i] / prefetch[i] for i in range(n) if prefetch[i] > 0), default=0.0)  # by a second of it
+    fill = min(staging / filled_bytes if filled_bytes else math.inf, float(prefetch.sum()))
     least = min(most, workload.activation_least_bytes)
     gone = peak_room(workload.activations, int(least))  # of peak_free_bytes already
     back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
@@ -198,16 +199,14 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         with_gradients = streamed + offloaded * profile.d2h_bandwidth / host
         rows["host DRAM"] = row(x=on_cpu, y=with_gradients, z=beside_state, disk=on_disk, T=-1, **ahead), after + kept
         rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
-    if 0 < fitting < math.inf:
-        rows["slots"] = row(y=(prefetch + gpu + flush) / fitting, T=-1, stall=-1), before + after
+    rows["slots"] = row(y=(prefetch + gpu + flush) / np.maximum(fitting, 1.0), T=-1, stall=-1), before + after
     if math.isfinite(workload.peak_free_bytes):
         limit = beside_weights((workload.peak_free_bytes - gone) / scale)
         rows["memory"] = row(z=held, away=-1, weights=-staying), limit
     if math.isfinite(shared):
-        slot = float(state.min()) / slowest / scale if slowest > 0 else 0.0
         more = float(workload.shares_peak)
         limit = beside_weights((shared - more * gone) / scale)
-        rows["memory, shared"] = row(z=held, first=slot, away=-more, weights=-staying), limit
+        rows["memory, shared"] = row(z=held, first=filled_bytes / scale, away=-more, weights=-staying), limit
     if workload.blocks:
         # Of each block's parameters and fetches only the bytes are known to be in proportion.
         upload_s = dict(zip(classes, parameter / counts, strict=True))

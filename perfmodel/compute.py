@@ -51,7 +51,7 @@ def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot
     """
     held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     spare = workload.peak_free(plan.activation_bytes) - held - workload.weight_bytes(plan.blocks_on_device)
-    needed = (slot + 1) * workload.slot_bytes
+    needed = workload.staging_bytes(slot + 1)
     if needed <= spare:
         return ()
     gained, count = workload.update_free_bytes - spare, len(pieces)

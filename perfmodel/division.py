@@ -84,16 +84,16 @@ def divisions(workload: Workload) -> list[Division]:
     if fits(workload):
         everything = frozenset(range(len(workload.blocks)))
         return [Division(0, _amounts(workload, taken)[0], tuple(larger_first), everything)]
-    slot, found = max(workload.slot_bytes, 1), dict[Division, None]()
+    found = dict[Division, None]()
     amounts, first = _amounts(workload, taken), {frozenset[int](): larger_first}
     for activation_bytes in amounts:
         shared = workload.shared_free(activation_bytes)
-        slots = int(min(MAX_SLOTS, workload.update_free_bytes / slot))
+        slots = next(n for n in range(MAX_SLOTS, -1, -1) if workload.staging_bytes(n) <= workload.update_free_bytes)
         tried = [slots]
         if math.isfinite(shared):
-            tried = [min(slots, most) for most in SLOTS_TRIED if most * slot <= shared]
+            tried = [min(slots, most) for most in SLOTS_TRIED if workload.staging_bytes(most) <= shared]
         for count in tried:
-            free = min(workload.peak_free(activation_bytes), shared - count * slot)
+            free = min(workload.peak_free(activation_bytes), shared - workload.staging_bytes(count))
             for blocks in _blocks(workload, free):
                 left = free - workload.weight_bytes(blocks)
                 if left < 0 and workload.blocks:

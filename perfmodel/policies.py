@@ -67,7 +67,7 @@ def with_blocks(plan: Plan, workload: Workload) -> Plan:
     if not workload.blocks:
         return plan
     leaving = max(plan.activation_bytes, workload.activation_least_bytes)
-    shared = workload.shared_free(leaving) - plan.slots * workload.slot_bytes
+    shared = workload.shared_free(leaving) - workload.staging_bytes(plan.slots)
     resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     counts = workload.block_counts(min(workload.peak_free(leaving), shared) - resident)
     return dataclasses.replace(plan, blocks_on_device=workload.staying(counts[-1]))

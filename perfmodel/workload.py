@@ -106,6 +106,8 @@ class Workload:
     update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
     shared_free_bytes: device memory free while updating that resident state and slots share. Where it is no more than
         `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors leave.
+    passing_bytes: of a slot, beside state: for offloaded gradients, and weights, that come up. As much for one subgroup
+        is not free, for it is needed whatever the plan is.
     activations: saved tensors that may leave, in the order in which forward saves them, a few together.
     activation_least_bytes, activation_host_bytes: of them have to leave, and have room on the host.
     host_free_bytes: host memory for state that rests there, beyond windows, by `SubgroupLoad.host_bytes`. What
@@ -129,6 +131,7 @@ class Workload:
     peak_free_bytes: float = math.inf
     update_free_bytes: float = math.inf
     shared_free_bytes: float = math.inf
+    passing_bytes: int = 0
     activations: tuple[SavedTensors, ...] = ()
     activation_least_bytes: int = 0
     activation_host_bytes: float = math.inf
@@ -145,7 +148,7 @@ class Workload:
         if not self.subgroups:
             raise ValueError("a workload needs at least one subgroup, found none")
         free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes"
-        host = "activation_least_bytes", "activation_host_bytes", "host_free_bytes", "windows"
+        host = "activation_least_bytes", "activation_host_bytes", "host_free_bytes", "windows", "passing_bytes"
         for name in ("weight_window", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
@@ -195,6 +198,10 @@ class Workload:
     def slot_bytes(self) -> int:
         """Size of a staging slot that takes any of the subgroups, in bytes."""
         return max(load.state_bytes for load in self.subgroups)
+
+    def staging_bytes(self, slots: int) -> int:
+        """Device memory for this number of slots, of the bytes that are free."""
+        return slots * self.slot_bytes + max(0, slots - 1) * self.passing_bytes
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -275,7 +282,7 @@ class Workload:
         """Whether there is memory for what a plan keeps on the device, its slots, and the saved tensors that leave."""
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
-        staged, leaving = plan.slots * self.slot_bytes, plan.activation_bytes
+        staged, leaving = self.staging_bytes(plan.slots), plan.activation_bytes
         at_home = (
             i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk
         )

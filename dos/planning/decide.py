@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class Facts:
     denied: the subgroups for which the device had no memory when this step asked for it.
     rooms: see there; None without a disk, and before a step.
     reverse: whether what passes through windows goes in the reverse order of the last step.
+    beside_forward: whether the next forward runs beside the step, and memory for both is looked after.
     """
 
     workload: Workload
@@ -37,6 +38,18 @@ class Facts:
     denied: frozenset[int] = frozenset()
     rooms: Rooms | None = None
     reverse: bool = False
+    beside_forward: bool = False
+
+    def left(self, plan: Plan, here: Iterable[int]) -> float:
+        """Bytes of device memory for more state, or slots, beside the state of subgroups that are `here` now.
+
+        State that moves away in a step takes its memory until that ends, in which the next forward may peak.
+        """
+        if not self.beside_forward:
+            return math.inf
+        moved = min(plan.activation_bytes, max(self.saved_bytes, self.workload.activation_least_bytes))
+        room = self.workload.shared_free(int(moved)) - self.workload.weight_bytes(plan.blocks_on_device)
+        return room - self.workload.state_bytes_of(here)
 
 
 def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:

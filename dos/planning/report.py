@@ -311,7 +311,7 @@ def unused(
     rest = min(workload.peak_free_bytes, workload.state_bytes) - resident
     if profile is not None:
         beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
-        staged = min(rest, plan.slots * workload.slot_bytes - max(0, beyond))
+        staged = min(rest, workload.staging_bytes(plan.slots) - max(0, beyond))
         if staged > 0:
             reasons += [(staged, f"for {plan.slots} staging slot{'s' * (plan.slots > 1)}")]
             rest -= staged

@@ -38,7 +38,7 @@ class Iteration:
         host; step: the call of step(). All in the caller's work; None: it has not come there.
     gradients: how often backward has made one. travels: whether gradients change after its hooks.
     issued: the plan of the step. started: when `step()` prepared it, on the clock of time.perf_counter.
-    alone: whether the step updates nothing else than what is on the device, of which it is known how long it takes.
+    alone: whether nothing else than the step's own work, all of which is measured, slows it down: the profile learns.
     workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: of the caller, for this iteration's step.
     saved: bytes of saved tensors that left in the last forward, and of all that may; None: they were not asked to.

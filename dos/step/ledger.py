@@ -245,9 +245,10 @@ class Ledger:
         self._transits.append(transit)
         self._state[subgroup] = transit
 
-    def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup]) -> None:
+    def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup], left: float) -> None:
         """Fetch state that comes to stay, beside backward, as far as there is memory. What is on disk the step reads.
 
+        left: bytes that it may take.
         Not while user code may write to it: that would be lost.
         """
         if self.exposed:
@@ -258,6 +259,9 @@ class Ledger:
             subgroup = subgroups[i]
             if subgroup in self._state or self.at(subgroup) is not Tier.HOST:
                 continue
+            left -= subgroup.load().state_bytes
+            if left < 0:
+                return
             # After one denial no more is tried: each attempt makes the allocator empty its cache, in the middle of
             # backward.
             if store.reserve([subgroup]):
@@ -269,7 +273,7 @@ class Ledger:
                 store.drop(subgroup)  # no state comes there, and room without a transit is where state is
                 raise
 
-    def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], int]) -> None:
+    def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], float]) -> None:
         """Fill the plan's slots while backward runs, if they are not there yet and take at most `spare` bytes."""
         store = self.stores.device
         if store.slots or self.exposed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.ledger import Ledger
 from dos.step.work import Subject
-from perfmodel import Placement, Plan
+from perfmodel import Placement, Plan, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import SubgroupState, arriving, leaving, staged, windowed
 
@@ -56,9 +56,12 @@ class Preparation:
     found: each subgroup before the step, by index.
     """
 
-    def __init__(self, subjects: list[Subject], ledger: Ledger, windows: int) -> None:
-        """subjects: all subgroups, by index. windows: how many the plans count on."""
-        self._subjects, self._ledger, self._windows = subjects, ledger, windows
+    def __init__(
+        self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, Iterable[int]], float]
+    ) -> None:
+        """subjects: all subgroups, by index. work: for which plans are made. left: see `Facts.left`."""
+        self._work, self._left_beside = work, left
+        self._subjects, self._ledger, self._windows = subjects, ledger, work.windows
         self._stores = stores = ledger.stores
         kept = stores.host.windows.kept
         self.found = [s.found(ledger.at(s.subgroup) or Tier.HOST) for s in subjects]
@@ -123,8 +126,9 @@ class Preparation:
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
-        without = set(self._reserve(Tier.DEVICE, coming.values()))
-        denied = {i for i, subgroup in coming.items() if subgroup in without}
+        fitting = self._fitting(plan, coming)
+        without = set(self._reserve(Tier.DEVICE, fitting.values()))
+        denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
         for i in set(new) - denied:  # state that was nowhere begins on the device
             device.fetch(coming[i]).zero()
             found[i] = found[i]._replace(state=Tier.DEVICE)
@@ -137,6 +141,23 @@ class Preparation:
                 found[i] = found[i]._replace(state=Tier.DISK)
         self._reserve_on_host(plan)
         return Prepared(plan, subjects, found)
+
+    def _left(self, plan: Plan) -> float:
+        """Bytes for more state, or slots, beside the state that is on the device now."""
+        resident = self._stores.device.resident
+        return self._left_beside(plan, (i for i, subject in enumerate(self._subjects) if subject.subgroup in resident))
+
+    def _fitting(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
+        """Those of `coming` that have room of their own, or for which there is some left."""
+        store, left, found = self._stores.device, self._left(plan), dict[int, Subgroup]()
+        for i, subgroup in coming.items():
+            nbytes = 0 if store.has(subgroup) else self._work.subgroups[i].state_bytes
+            if not nbytes or nbytes <= left:
+                found[i] = subgroup
+                left -= nbytes
+        if store.slots and self._work.staging_bytes(len(store.slots)) > left:
+            self._ledger.cancel_slots()  # backward has filled them for a plan of which less had to move
+        return found
 
     def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
         store = self._stores.of[tier]
@@ -208,7 +229,12 @@ class Preparation:
         if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
             ledger.cancel_slots()
         if passing and not store.slots:
-            store.get_slots(min(max(plan.slots, 1), len(passing)), nbytes)
+            left, most = self._left(plan), min(max(plan.slots, 1), len(passing))
+            fitting = next((count for count in range(most, 0, -1) if self._work.staging_bytes(count) <= left), 0)
+            on_cpu = {i for i, s in passing.items() if not store.has(s.subgroup) and s.subgroup.arena.rule.on_cpu}
+            if not fitting and on_cpu:
+                return on_cpu  # gradients of residents pass through a smaller slot, whose memory is set apart
+            store.get_slots(max(fitting, 1), nbytes)
         if store.slots:
             return set()
         for i, subject in passing.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.devices import Memory
 from dos.planning.forecast import MARGIN, Forecast
 from dos.planning.monitor import MemoryMonitor
+from dos.planning.policies import AdaptivePolicy
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
@@ -80,6 +82,40 @@ def test_no_more_is_held_than_the_budget(budget: float, attach: bool) -> None:
     limit = int(budget * device.capacity) if isinstance(budget, float) else budget
     assert device.most <= limit
     assert (device.most >= STATE_BYTES) == (limit >= 2 * STATE_BYTES)
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_no_more_is_held_than_the_budget_while_state_moves_beside_the_forward(
+    monkeypatch: pytest.MonkeyPatch, offload_gradients: bool
+) -> None:
+    """State that moves home takes its memory until the step ends, in which the next forward runs."""
+    model, size, others = mlp(), 128, itertools.cycle([False, True, True, False, False])
+    total, fits = -(-sum(p.numel() for p in model.parameters()) // size), 6
+    budget = fits * 12 * size
+
+    def alternating(policy: AdaptivePolicy, workload: Workload) -> Plan:
+        stay = range(total - 4, total) if next(others) else range(4)
+        placements = [Placement.GPU_RESIDENT if i in stay else Placement.GPU_STREAMED for i in range(total)]
+        return Plan(tuple(placements), tuple(range(total)), slots=2)
+
+    monkeypatch.setattr(AdaptivePolicy, "__call__", alternating)
+    monkeypatch.setattr(AdaptivePolicy, "meanwhile", alternating)
+    gradients = 4 * size * offload_gradients
+    device = Watched()
+    optimizer = DOSAdam(
+        model.parameters(),
+        device=device,
+        subgroup_size=size,
+        memory_budget=lambda: budget + gradients,
+        offload_gradients=offload_gradients,
+    )
+    optimizer.attach(model)
+    for step in range(12):
+        train(model, optimizer, 1, first_step=step)
+        assert device.most <= budget + 2 * gradients, "those of one slot are set apart"
+    optimizer.synchronize()
+    assert optimizer.plan().served(Placement.GPU_RESIDENT)
+    assert bits(model.parameters()) == bits_on_host()
 
 
 @pytest.mark.parametrize("policy", [0.0, 0.5, "stride:2"])
