@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ WEIGHTS_SHARE = 2 / 3
 """Of the device, that all weights take. Written down before anything was measured, as the figures above."""
 BLOCK = 4
 """Iterations of one run before the next has its turn; the first does not count."""
-WARM_UP = 4
+WARM_UP = 3
 """Turns that do not count: plans settle."""
+SEARCHES = 100
+"""Of better plans, after each turn, as there would be in as many iterations more."""
 WAYS: dict[str, Any] = {"stay": None, "stream": 0, "auto": "auto"}
 """By the name of the row: `weights` of `DOSAdam.attach`."""
 MOST_OF_BEST, MOST_OF_BOUND, LEAST_OF_BOUND, LEAST_GAIN = 1.03, 1.10, 0.98, 1.3
@@ -121,24 +124,25 @@ class Run:
         self.optimizer.attach(self.model, activations="auto", weights=weights)
 
     def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
-        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end.
+        """Train on the batches: median seconds of those after the first. No work is in flight at the end.
 
         Raises Dropped if the device has too little memory for this batch.
         """
-        first, *others = batches
         try:
-            self._train([first])
-            seconds = timed(lambda: self._train(others)) / len(others)
+            _, *seconds = [timed(partial(self._train, batch)) for batch in batches]
             self.optimizer.synchronize()
         except torch.OutOfMemoryError as error:
             raise Dropped from error
-        return seconds
+        decisions = self.optimizer._session.decisions
+        assert decisions is not None, "parameters are on a device"
+        for _ in range(SEARCHES):
+            decisions.search()
+        return statistics.median(seconds)
 
-    def _train(self, batches: Sequence[Sequence[Tensor]]) -> None:
-        for batch in batches:
-            self.model(*(tensor.clone() for tensor in batch)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    def _train(self, batch: Sequence[Tensor]) -> None:
+        self.model(*(tensor.clone() for tensor in batch)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def bound_s(profile: HardwareProfile, capacity: int, way: str, batch: int) -> float:

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
 from dos.step.ledger import Ledger
-from perfmodel import Op
+from perfmodel import Op, Placement
 from tests.support.devices import Copying, UpdatesAfterStep
+from tests.support.random_plans import InTurn
 from tests.support.ranks import on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, dos_adam, model, values
 from tests.support.training import FAST, profile
@@ -179,9 +180,13 @@ class Halves(nn.Module):
         return self.last(self.first(x)) if both else self.first(x)
 
 
+@pytest.mark.parametrize("comes", [False, True], ids=["state stays", "state comes"])
 @on_pair
-def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -> None:
-    """No module has waited for its update, nor a hook of ours: the first gradient is that of another optimizer."""
+def test_a_bucket_that_took_no_part_overtakes_no_update_of_the_last_step(comes: bool) -> None:
+    """No module has waited for its update, nor a hook of ours: the first gradient is that of another optimizer.
+
+    Else its copy would overwrite gradients, or state would come to the device, that the host has yet to use.
+    """
 
     def wait(ledger: Ledger) -> None:
         device.returned.set()  # only who waits for the updates lets them begin
@@ -191,7 +196,8 @@ def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -
     for attach in (False, True):
         device = UpdatesAfterStep(FAST, 1 << 24)
         ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-        optimizer = dos_adam(ddp.module.last.parameters(), policy="cpu", device=device)
+        policy = InTurn(*[Placement.CPU] * 4, Placement.GPU_RESIDENT) if comes else "cpu"
+        optimizer = dos_adam(ddp.module.last.parameters(), policy=policy, device=device)
         optimizer.register_ddp(ddp)
         if attach:
             optimizer.attach(ddp)
@@ -205,6 +211,8 @@ def test_a_bucket_that_took_no_part_overwrites_no_gradients_of_the_last_step() -
                     optimizer.step()
                     optimizer.zero_grad()
             device.copy(Op.GRADIENT, 0, []).wait()  # to the end of what the last backward has sent
-            optimizer.synchronize()
+        ddp(batch(3), both=True).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
         ends.append(values(ddp.module.last))
     assert_equal(*ends)
