@@ -102,7 +102,9 @@ class Backward:
         if not subgroups:
             return None
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
-        beside, weights = self._registry.gradient_bytes(), {}
+        # Of weights that stay now, too, which another plan may let stream: figures that change with each plan would
+        # have the search for plans begin anew.
+        beside, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
         backward_s, weight_bytes = pace.backward.seconds, 0
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes

@@ -81,6 +81,7 @@ class AdaptivePlanner:
             workload,
             peak_free_bytes=math.inf,
             shared_free_bytes=math.inf,
+            passing_bytes=0,
             activation_least_bytes=0,
             activation_host_bytes=math.inf,
         )

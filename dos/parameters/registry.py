@@ -105,14 +105,14 @@ class Registry:
             self._loads = tuple(loads)
         return self._loads
 
-    def gradient_bytes(self) -> int:
+    def gradient_bytes(self, *, weights: bool) -> int:
         """Device memory through which any one subgroup's offloaded gradients come up again for its update there.
 
-        With its weights, where those stream.
+        weights: whether its weights may have to come up, too.
         """
         if not self.offloaded.enabled:
             return 0
-        return max((s.passing_bytes for s in self.accelerated), default=0)
+        return max((s.offloaded_gradient_bytes + s.weight_bytes * weights for s in self.accelerated), default=0)
 
     def admit(self, group: Group) -> None:
         """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.

@@ -106,8 +106,12 @@ class Subgroup:
     @property
     def passing_bytes(self) -> int:
         """Bytes of a slot that takes these gradients, with the weights where those stream."""
-        weights = self.numel * self.arena.dtype.itemsize if self.arena.streams else 0
-        return self.offloaded_gradient_bytes + aligned(weights)
+        return self.offloaded_gradient_bytes + self.weight_bytes * self.arena.streams
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take in a slot."""
+        return aligned(self.numel * self.arena.dtype.itemsize)
 
     def load(self) -> SubgroupLoad:
         """Its bytes on every lane."""

@@ -148,3 +148,13 @@ def test_saved_tensors_that_have_to_leave_on_a_machine_far_faster_than_any(share
         activation_host_bytes=int(share * all_of_them),
     )
     assert lower_bound(busy, FAST, Scope.beside(busy)).seconds < 1e-3
+
+
+def test_a_small_subgroup_makes_no_slot_small() -> None:
+    """The bound of more work is no less: slots that backward fills take the state that is in them."""
+    rates = machine(**FAST_LINKS | {"h2d_bandwidth": 8.0, "h2d_bandwidth_duplex": 8.0})
+    bounds = []
+    for sizes in ([100] * 10, [*[100] * 10, 1]):
+        load = Workload.of_sizes(sizes, shared_free_bytes=2400.0, peak_free_bytes=2400.0, backward_s=1e4)
+        bounds.append(lower_bound(load, rates, Scope.beside(load)).seconds)
+    assert bounds[1] >= bounds[0] > 0

@@ -58,20 +58,29 @@ def test_balanced_stride() -> None:
     st.tuples(st.floats(0.0, 3.5), st.just(math.inf)) | st.tuples(st.just(math.inf), st.floats(0.0, 1.5)),
     st.sampled_from([(0.0, 0.0), (0.5, 0.0), (0.5, 0.1)]),
     st.sampled_from([math.inf, 0.0, 0.3]),
+    st.sampled_from([0, 4]),
     st.sampled_from(sorted(MACHINES)),
 )
 def test_every_plan_has_room_in_memory_before_the_simulator_has_looked_and_while_it_does(
-    sizes: list[int], share: float, memory: tuple[float, float], beside: tuple[float, float], host: float, name: str
+    sizes: list[int],
+    share: float,
+    memory: tuple[float, float],
+    beside: tuple[float, float],
+    host: float,
+    passing: int,
+    name: str,
 ) -> None:
     """DOSAdam runs each of them.
 
     memory: the slots for which there is memory of their own, or the share of the state that fits beside them.
+    passing: bytes of a parameter's gradient, and weight, beside state in a slot.
     """
     load = Workload.of_sizes(
         sizes,
         peak_free_bytes=share * 12 * sum(sizes),
         update_free_bytes=memory[0] * 12 * max(sizes),
         shared_free_bytes=memory[1] * 12 * sum(sizes),
+        passing_bytes=passing * max(sizes),
         backward_s=beside[0],
         forward_s=beside[1],
     )
@@ -82,6 +91,14 @@ def test_every_plan_has_room_in_memory_before_the_simulator_has_looked_and_while
         assert load.has_room(planner(load, MACHINES[name]))
         planner.learn()
     assert load.has_room(planner(load, MACHINES[name]))
+
+
+def test_each_further_slot_takes_memory_for_gradients_besides() -> None:
+    load = Workload.of_sizes([100] * 4, shared_free_bytes=3 * 1200.0, passing_bytes=400)
+    assert [load.staging_bytes(slots) for slots in range(4)] == [0, 1200, 2800, 4400]
+    plan = stride(load, 1, slots=2)
+    assert load.has_room(plan)
+    assert not load.has_room(dataclasses.replace(plan, slots=3))
 
 
 def seen(load: Workload, profile: HardwareProfile, backward: float, forward: float = 0.0) -> Workload:
