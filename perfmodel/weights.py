@@ -49,11 +49,13 @@ class WeightFetches:
         for b, block in reversed(self._streamed) if backward else self._streamed:
             parts = range(block.start, block.stop) or (~b,)
             first, last = (parts[-1], parts[0]) if backward else (parts[0], parts[-1])
+            if backward and not block.stop:
+                break  # backward ends where nothing is trained any more
             if there:
                 there -= 1
                 self._begun += 1
                 self._last.add(last)
-            elif block.stop or not backward:  # backward ends where nothing is trained any more
+            else:
                 self._coming.append((first, last, block.nbytes, after(block)))
         while self._coming and self._begun < self._window + len(self._ended):
             self._fetch()

@@ -128,6 +128,12 @@ def models(draw: st.DrawFn) -> tuple[Plan, Workload]:
     ), load
 
 
+def test_a_frozen_block_that_backward_does_not_reach_is_fetched_for_the_next_forward() -> None:
+    load = offloaded(work(1, 10), blocks=(BlockLoad(50, 0, 0),), forward_s=0.5, backward_s=1.0, weight_window=1)
+    made = schedule(Plan((C,), (0,), slots=0), load, Scope(Phase.OVERLAPPED, Phase.OVERLAPPED))
+    assert [task.size for task in made.tasks if task.op is Op.WEIGHTS] == [50]
+
+
 @given(models(), st.sampled_from(["updated", "serial", "a micro-batch"]))
 def test_weights_are_there_when_a_block_computes_and_never_more_than_the_window_holds(
     case: tuple[Plan, Workload], kind: str
