@@ -102,8 +102,7 @@ class Backward:
         if not subgroups:
             return None
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
-        # Of weights that stay now, too, which another plan may let stream: figures that change with each plan would
-        # have the search for plans begin anew.
+        # Of weights that stay now, too: another plan may let them stream.
         beside, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
         backward_s, weight_bytes = pace.backward.seconds, 0
         if self.weights is not None:
@@ -232,22 +231,19 @@ class Backward:
             self.weights is None or self.weights.staying() <= plan.blocks_on_device
         )
         if self.decisions.follows_memory and not ran_out and makes_room:
-            self._ledger.fetch_residents(plan, subgroups, self._left(facts, plan))
+            self._ledger.fetch_residents(plan, subgroups, facts.left(plan, stores.device.resident_bytes))
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
         # The memory through which gradients travel is made in step(), never here.
         staged = frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup))
         self._wanted = Wanted(plan, staged, facts)
 
-    def _left(self, facts: Facts, plan: Plan) -> float:
-        """See `Facts.left`."""
-        resident, subgroups = self._ledger.stores.device.resident, self._registry.accelerated
-        return facts.left(plan, (i for i, subgroup in enumerate(subgroups) if subgroup in resident))
-
     def _spare(self) -> float:
         """Bytes that slots may take before backward has ended."""
         plan, _, facts = self._wanted
-        left = 0.0 if facts is None or plan is None else self._left(facts, plan)
+        assert plan is not None, "slots are the plan's"
+        assert facts is not None, "the plan follows from them"
+        left = facts.left(plan, self._ledger.stores.device.resident_bytes)
         return min(left, self.decisions.memory.spare_in_backward())
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:

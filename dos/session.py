@@ -57,8 +57,8 @@ class Session:
     """Everything that one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
 
     Each entry point names the phases that it accepts; see the table in docs/architecture.md. Calls to one optimizer
-    come from the thread that trains, from autograd's threads (hooks of backward, saved tensors), and from whoever reads
-    its state: the guard's lock lets one in at a time.
+    come from the thread that trains, from autograd's threads (hooks of backward, saved tensors), and from user code
+    that reads its state: the guard's lock lets one in at a time.
 
     groups: the optimizer's.
     attachment: the model whose next forward updates run into, if any.
@@ -262,8 +262,7 @@ class Session:
     def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
         """Move blocks to the device or home as the plan says; False if some have to wait."""
         # State that leaves in this step counts yet: its memory is free only when its flush has ended.
-        state = sum(room.buffer.nbytes for room in self.ledger.stores.device.resident.values())
-        room = facts.workload.peak_free(plan.activation_bytes) - state
+        room = facts.workload.peak_free(plan.activation_bytes) - self.ledger.stores.device.resident_bytes
         return weights.follow(plan.blocks_on_device, facts.workload, room)
 
     def _commit(self, ready: Ready) -> None:

@@ -129,9 +129,9 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         * np.array([max(0.0, c[s].seconds - _alone(load, s, profile)) for c, load in zip(costs, loads, strict=True)])
         for s in (Stream.PREFETCH, Stream.FLUSH)
     )
-    scale = max(float(counts @ state), 1.0)
-    held = counts * state / scale
     takes = counts * state
+    scale = max(float(takes.sum()), 1.0)
+    held = takes / scale
     filled_bytes = min((takes[i] / prefetch[i] for i in range(n) if prefetch[i] > 0), default=0.0)  # by a second of it
     fill = min(staging / filled_bytes if filled_bytes else math.inf, float(prefetch.sum()))
     least = min(most, workload.activation_least_bytes)

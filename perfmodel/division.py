@@ -88,7 +88,7 @@ def divisions(workload: Workload) -> list[Division]:
     amounts, first = _amounts(workload, taken), {frozenset[int](): larger_first}
     for activation_bytes in amounts:
         shared = workload.shared_free(activation_bytes)
-        slots = next(n for n in range(MAX_SLOTS, -1, -1) if workload.staging_bytes(n) <= workload.update_free_bytes)
+        slots = workload.slots_within(workload.update_free_bytes, MAX_SLOTS)
         tried = [slots]
         if math.isfinite(shared):
             tried = [min(slots, most) for most in SLOTS_TRIED if workload.staging_bytes(most) <= shared]

@@ -62,6 +62,8 @@ SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name not in ("format", "
 """The fields of a subgroup that are counts or bytes."""
 AHEAD = 2
 """Groups of saved tensors that are on their way at a time while backward uses another."""
+WEIGHT_WINDOW = 2
+"""Blocks that stream and are on the device at a time: the one that computes, and the next."""
 
 
 class SavedTensors(NamedTuple):
@@ -141,7 +143,7 @@ class Workload:
     blocks: tuple[BlockLoad, ...] = ()
     blocks_least: int = 0
     blocks_most: float = math.inf
-    weight_window: int = 2
+    weight_window: int = WEIGHT_WINDOW
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -202,6 +204,10 @@ class Workload:
     def staging_bytes(self, slots: int) -> int:
         """Device memory for this number of slots, of the bytes that are free."""
         return slots * self.slot_bytes + max(0, slots - 1) * self.passing_bytes
+
+    def slots_within(self, nbytes: float, most: int) -> int:
+        """The number of slots, `most` of them, for which this much device memory is enough."""
+        return next((slots for slots in range(most, 0, -1) if self.staging_bytes(slots) <= nbytes), 0)
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:

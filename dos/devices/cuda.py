@@ -340,7 +340,7 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
 
 
 class _Leftovers:
-    """Host memory that jobs use which nobody holds any more.
+    """Host memory that jobs use and no object holds any more.
 
     It is the process's, not a CudaDevice's: copies of saved tensors may still run when their optimizer is deleted.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,8 @@ class Facts:
     reverse: bool = False
     beside_forward: bool = False
 
-    def left(self, plan: Plan, here: Iterable[int]) -> float:
-        """Bytes of device memory for more state, or slots, beside the state of subgroups that are `here` now.
+    def left(self, plan: Plan, resident_bytes: int) -> float:
+        """Bytes of device memory for more state, or slots, beside the state that is resident now.
 
         State that moves away in a step takes its memory until that ends, in which the next forward may peak.
         """
@@ -49,7 +49,7 @@ class Facts:
             return math.inf
         moved = min(plan.activation_bytes, max(self.saved_bytes, self.workload.activation_least_bytes))
         room = self.workload.shared_free(int(moved)) - self.workload.weight_bytes(plan.blocks_on_device)
-        return room - self.workload.state_bytes_of(here)
+        return room - resident_bytes
 
 
 def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:

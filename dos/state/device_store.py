@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Resident(NamedTuple):
-    """Room of a subgroup's own, and its state there."""
+    """Room of a subgroup's own, and its state there. nbytes: as plans count it, without what alignment adds."""
 
     buffer: Tensor
     state: State
+    nbytes: int
 
 
 class DeviceStore:
@@ -48,6 +49,11 @@ class DeviceStore:
         # Over copies, for the thread that samples memory asks while the caller's changes these.
         return sum(b.nbytes for b in (*(room.buffer for room in list(self.resident.values())), *list(self.slots)))
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the state of residents, as plans count it."""
+        return sum(room.nbytes for room in self.resident.values())
+
     def expect_denials(self, expected: bool) -> None:
         """A step begins; in one that expects denials, they say nothing about the device's memory."""
         self._expected, self.denied = expected, None
@@ -66,7 +72,7 @@ class DeviceStore:
             buffer = self._allocate(subgroup.state.carved_bytes)
             if buffer is None:
                 return wanted[place:]
-            self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer))
+            self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer), subgroup.load().state_bytes)
         return []
 
     def drop(self, subgroup: Subgroup) -> None:

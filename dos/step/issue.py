@@ -217,7 +217,7 @@ class Step:
             job = self._issue(
                 task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after
             )
-        # Whoever reads the weights next, a fetch or user code, reads the home, which is written only now.
+        # A fetch, or user code, that reads the weights next reads the home, which is written only now.
         if task.op is Op.FLUSH and self._streams(task) and update is not None:
             self.done[subgroup] = _issued(job)  # the weights are at home then
         return job
@@ -238,7 +238,7 @@ class Step:
             try:
                 later.set_result(issue([job for job in map(on_device, after) if job is not None]))
             except BaseException as error:
-                # Nobody would hear of it on the disk's thread. It is raised where the job is waited for.
+                # No caller waits on the disk's thread. It is raised where the job is waited for.
                 later.set_exception(error)
 
         disk.reading.submit(run)

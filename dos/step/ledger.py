@@ -307,7 +307,7 @@ class Ledger:
         """Cancel fetches of state to room of its own, of these or of all, and release the room. State stays put."""
         coming = [s for s in (self._state if subgroups is None else subgroups) if self.comes(s)]
         for subgroup in coming:
-            # The copy writes to the room until it ends: the allocator would give the room to somebody else under it.
+            # The copy writes to the room until it ends: the allocator would give the room to other code under it.
             wait_for_all([self._state[subgroup]])
             if self.stores.device.has(subgroup):
                 self.stores.device.drop(subgroup)
@@ -586,7 +586,7 @@ class Ledger:
             self._in_place = {}
 
     def finish(self) -> None:
-        """Settle for an owner who is gone, whom errors cannot be told."""
+        """Settle for an optimizer that is gone, which no error can reach."""
         if on_own_thread():
             return  # it was collected there
         with contextlib.suppress(Exception):

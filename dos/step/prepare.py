@@ -57,7 +57,7 @@ class Preparation:
     """
 
     def __init__(
-        self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, Iterable[int]], float]
+        self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
     ) -> None:
         """subjects: all subgroups, by index. work: for which plans are made. left: see `Facts.left`."""
         self._work, self._left_beside = work, left
@@ -126,7 +126,7 @@ class Preparation:
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
-        fitting = self._fitting(plan, coming)
+        fitting = self._make_room(plan, coming)
         without = set(self._reserve(Tier.DEVICE, fitting.values()))
         denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
         for i in set(new) - denied:  # state that was nowhere begins on the device
@@ -144,11 +144,10 @@ class Preparation:
 
     def _left(self, plan: Plan) -> float:
         """Bytes for more state, or slots, beside the state that is on the device now."""
-        resident = self._stores.device.resident
-        return self._left_beside(plan, (i for i, subject in enumerate(self._subjects) if subject.subgroup in resident))
+        return self._left_beside(plan, self._stores.device.resident_bytes)
 
-    def _fitting(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
-        """Those of `coming` that have room of their own, or for which there is some left."""
+    def _make_room(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
+        """Cancel slots that leave too little room for `coming`. Returns the subgroups for which there is room."""
         store, left, found = self._stores.device, self._left(plan), dict[int, Subgroup]()
         for i, subgroup in coming.items():
             nbytes = 0 if store.has(subgroup) else self._work.subgroups[i].state_bytes
@@ -230,7 +229,7 @@ class Preparation:
             ledger.cancel_slots()
         if passing and not store.slots:
             left, most = self._left(plan), min(max(plan.slots, 1), len(passing))
-            fitting = next((count for count in range(most, 0, -1) if self._work.staging_bytes(count) <= left), 0)
+            fitting = self._work.slots_within(left, most)
             on_cpu = {i for i, s in passing.items() if not store.has(s.subgroup) and s.subgroup.arena.rule.on_cpu}
             if not fitting and on_cpu:
                 return on_cpu  # gradients of residents pass through a smaller slot, whose memory is set apart

@@ -129,7 +129,7 @@ class Block:
         if not self.filled:
             return
         if self._job is not None and not self._joined:
-            self.join()  # nobody has: the copy would write to memory that is given away
+            self.join()  # no forward has: the copy would write to memory that the allocator gives away
         self.filled = self.touched = False
         self._job, self._joined = None, set()
         # Views that autograd has saved keep the storage object, and no memory. A read of one before the next fetch is a

@@ -26,11 +26,10 @@ from dos.torch_internals.module_parameters import (
 )
 from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
+from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
 """Transfers and waits that are remembered if no step asks for them."""
-WINDOW = 2
-"""Blocks that stream and are on the device at a time: the one that computes, and the next."""
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, WeightStream] = weakref.WeakKeyDictionary()
 
@@ -177,7 +176,7 @@ class WeightStream:
 
     def _ends(self) -> tuple[frozenset[Block], frozenset[Block]]:
         used = [block for block in dict.fromkeys(self._order) if block.streams]
-        return frozenset(used[:WINDOW]), frozenset(used[-WINDOW:])
+        return frozenset(used[:WEIGHT_WINDOW]), frozenset(used[-WEIGHT_WINDOW:])
 
     @exclusive
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -337,7 +336,7 @@ class WeightStream:
 
     def _fetch_ahead(self, block: Block) -> None:
         """Start to fetch a block that is needed next, if its update has ended and there is room for it."""
-        if not block.streams or sum(other.filled and other.streams for other in self.blocks) >= WINDOW:
+        if not block.streams or sum(other.filled and other.streams for other in self.blocks) >= WEIGHT_WINDOW:
             return
         after = self._ready(block, wait=False)
         if after is None:

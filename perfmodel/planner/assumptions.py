@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from perfmodel.format import INT8
 from perfmodel.planner.job import EFFICIENCY
-from perfmodel.planner.memory import WEIGHT_WINDOW
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.units import format_bytes, format_count, format_rate
+from perfmodel.workload import WEIGHT_WINDOW
 
 
 def assumptions(situation: Situation) -> Iterator[str]:

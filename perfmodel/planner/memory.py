@@ -9,12 +9,10 @@ from typing import NamedTuple
 from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
 from perfmodel.planner.question import Question
 from perfmodel.windows import WINDOWS
-from perfmodel.workload import SavedTensors
+from perfmodel.workload import WEIGHT_WINDOW, SavedTensors
 
 MOST_GROUPS = 32
 """Groups in which saved tensors are planned."""
-WEIGHT_WINDOW = 2
-"""Blocks that stream and are on the device at a time."""
 
 
 def host_bytes(question: Question, numel: int) -> HostBytes:

@@ -93,7 +93,7 @@ def outcomes(situation: Situation) -> list[Outcome]:
     whole += work.weight_bytes(everything.blocks_on_device) - window
     fits = int(whole) <= situation.room and len(everything.blocks_on_device) == len(work.blocks)
     k = balanced_stride(max(work.subgroups, key=lambda load: load.numel), situation.profile)
-    slots = max(1, min(DEFAULT_SLOTS, int((work.shared_free_bytes - window) // work.slot_bytes)))
+    slots = max(1, work.slots_within(work.shared_free_bytes - window, DEFAULT_SLOTS))
     return [
         _outcome(FUSED, situation, everything, fits),
         _outcome(CPU_ONLY, situation, cpu_only(work)),

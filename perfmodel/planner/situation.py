@@ -13,7 +13,7 @@ from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import WEIGHT_WINDOW, device_footprint, held_bytes, host_bytes, saved_tensors, spill
+from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import Task, schedule
 from perfmodel.simulate import Phase, Scope, makespan
@@ -116,7 +116,6 @@ class Situation:
             passing_bytes=max(load.returned_bytes + (load.parameter_bytes if blocks else 0) for load in loads),
             blocks=blocks,
             blocks_most=0 if question.weights == "stream" else math.inf,
-            weight_window=WEIGHT_WINDOW,
         )
         slot, window = work.slot_bytes, work.weight_bytes(())
         most = work.state_bytes + work.weight_bytes(range(len(blocks))) - window
