@@ -90,6 +90,8 @@ class Backward:
         # Weak: the monitor asks the activations what is away, and a cycle would leave device memory to the garbage
         # collector.
         activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
+        if self.decisions.follows_memory:
+            activations.runs_short = weakref.WeakMethod(self.decisions.memory.runs_short)
         self.now = Iteration(device)
         self._registry, self._ledger, self._guard = registry, ledger, guard
         self._wanted = _NOT_ASKED

@@ -21,6 +21,8 @@ TASKS_AT_ONCE = 700
 """Simulated in one call of `AdaptivePlanner.learn`, or those of one plan; each takes three to five us."""
 UNSEEN = 0.02
 """Share of an iteration below which exposed time is not told from noise."""
+STEADY = 8
+"""Calls of `AdaptivePlanner.learn` for the same inputs, with nothing more to find, after which the best plan counts."""
 
 
 def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
@@ -49,6 +51,8 @@ class AdaptivePlanner:
         """Chosen for other inputs."""
         self._chosen: Choice | None = None
         self._plan: Plan | None = None
+        self._unchanged = 0
+        """Calls of `learn` for these inputs since it has nothing more to find."""
 
     def __call__(self, workload: Workload, profile: HardwareProfile) -> Plan:
         """The plan for this iteration; the last one until the inputs change or `learn` finds a better one."""
@@ -56,7 +60,7 @@ class AdaptivePlanner:
             answers, before = self._answers_for(workload, profile), self._answers
             alike = before is not None and before.workload.subgroups == workload.subgroups
             self._earlier = self._chosen if alike else None
-            self._inputs, self._answers, self.settled = (workload, profile), answers, False
+            self._inputs, self._answers, self.settled, self._unchanged = (workload, profile), answers, False, 0
             self._plan = self._choose(workload, answers)
         return self._plan
 
@@ -67,10 +71,15 @@ class AdaptivePlanner:
 
     def learn(self) -> None:
         """Simulate a little for the inputs of the last call; the next call may give a better plan."""
-        if self._inputs is None or self._answers is None or self.settled:
+        if self._inputs is None or self._answers is None or self._unchanged == STEADY:
             return
         workload, _ = self._inputs
-        self.settled = self._answers.learn(workload, TASKS_AT_ONCE)
+        if self.settled:
+            self._unchanged += 1
+            # Inputs are not noisy now, which is why the plan of before was kept if it lost little.
+            self._earlier = None if self._unchanged == STEADY else self._earlier
+        else:
+            self.settled = self._answers.learn(workload, TASKS_AT_ONCE)
         if self._answers.was_simulated(self._answers.best(workload).division):
             # Else each iteration would run the next plan that only seems good, until all such were simulated.
             self._plan = self._choose(workload, self._answers)

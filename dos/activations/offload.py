@@ -63,14 +63,16 @@ class ActivationOffload:
 
     lock: the optimizer's. pool: their memory on the host.
     state_to_come: gives the bytes of the host's memory that state will take yet.
-    sample: looks at the device's memory, when most is saved. give_way: takes all state off the device, for so many
-        bytes that come back. in_use: whether anything was asked to leave.
+    sample: looks at the device's memory, when most is saved. runs_short: whether little of it is free; None where no
+        plan moves saved tensors. give_way: takes all state off the device, for so many bytes that come back.
+    in_use: whether anything was asked to leave.
     share: of what a forward saves, that leaves where the plan decides.
     last_offloaded: of the last, and of all that may, bytes.
     """
 
     weights: StreamedWeights | None = None
     sample: weakref.WeakMethod[Callable[..., None]]
+    runs_short: weakref.WeakMethod[Callable[[], bool]] | None = None
     give_way: weakref.WeakMethod[Callable[[int], None]]
 
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
@@ -244,6 +246,8 @@ class ActivationOffload:
 
     def _chosen(self, amount: Amount) -> Callable[[SavedByForward], bool]:
         """Whether the last born may leave: those saved first do, until it is as much as asked for."""
+        if amount == "auto" and not self._told:
+            return self._short()
         if amount == "auto":
             amount = self.share
         if not isinstance(amount, float):
@@ -251,6 +255,21 @@ class ActivationOffload:
         # By place, not by bytes, so that batches of other lengths are divided alike.
         count = _leaving(amount, self._last)
         return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
+
+    def _short(self) -> Callable[[SavedByForward], bool]:
+        """Whether the last born leaves as long as there is no plan: all do once the device's memory runs short."""
+        short = self.share > 0  # the user's code ran out of it
+
+        def leaves(_: SavedByForward) -> bool:
+            nonlocal short
+            runs_short = None if short or self.runs_short is None else self.runs_short()
+            if runs_short is not None and runs_short():
+                short = True
+                if not self.pool.nbytes:  # how much a forward saves is known once it has ended
+                    self.pool.resize(min(self.device.memory().total, self._left_on_host() // 2))
+            return short
+
+        return leaves
 
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
         """The stand-in that autograd keeps for a tensor that it saves."""

@@ -27,6 +27,9 @@ SHARE_AT_FIRST = 0.1
 """The same in the first iteration: nothing is known of its peak, which would be missed between two rare samples."""
 SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+SHORT = 1 / 4
+"""Share of the device's memory below which it runs short, as long as nothing is known of an iteration's peak."""
+# What an operation needs beside saved tensors, and the next block's weights, must fit into it.
 NEAR = 0.1
 """Share of the device's memory below which state counts as about to leave where memory falls."""
 TOO_LITTLE = f"because {1 + SPARE_TO_GROW:g} subgroups must be free before another one stays"
@@ -96,6 +99,12 @@ class MemoryMonitor:
         began, self._late = not self._late, True
         self.sample(always=began)
         return max(0, self.forecast.late_room() - self._held())
+
+    def runs_short(self) -> bool:
+        """Whether less than SHORT of the device is free now."""
+        self.sample(always=True)
+        memory = self.reading.memory
+        return memory.free < SHORT * memory.total
 
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last is so recent that sampling would take more than its share of time."""

@@ -190,7 +190,7 @@ class WeightStream:
         if in_backward():
             self._use_in_backward(block)
         else:
-            self._use(block, self._next.get(block))
+            self._use(block, self._next)
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
@@ -272,7 +272,7 @@ class WeightStream:
         if number not in self._backwards and number != -1:
             self._backwards.add(number)
             when_backward_ends(self._backward_ends)
-        self._use(block, self._before_that.get(block))
+        self._use(block, self._before_that)
         block.touched = True
 
     def _watch_inputs(self, block: Block, arguments: Any) -> None:
@@ -295,6 +295,7 @@ class WeightStream:
         """Backward has come past the block."""
         if block.touched and not block.running and block not in self._first:
             self._free(block)
+            self._fetch_ahead(block, self._before_that)
 
     @exclusive
     def _backward_ends(self) -> None:
@@ -307,13 +308,12 @@ class WeightStream:
 
     # Transfers.
 
-    def _use(self, block: Block, following: Block | None) -> None:
-        """Let the caller's queue use the block, and fetch the one that follows beside that."""
+    def _use(self, block: Block, order: Mapping[Block, Block]) -> None:
+        """Let the caller's queue use the block, and fetch those that follow in this order beside that."""
         before = self._device.mark() if block.streams and not block.joined else None
         if not block.filled:
             self._fetch(block)
-        if following is not None and not following.filled:
-            self._fetch_ahead(following)
+        self._fetch_ahead(block, order)
         block.join()
         if before is not None:
             self._stalls.append((before, self._device.mark()))
@@ -334,15 +334,19 @@ class WeightStream:
                 watcher.give_way(block.nbytes)
             self._moves.append(block.fetch(after))
 
-    def _fetch_ahead(self, block: Block) -> None:
-        """Start to fetch a block that is needed next, if its update has ended and there is room for it."""
-        if not block.streams or sum(other.filled and other.streams for other in self.blocks) >= WEIGHT_WINDOW:
-            return
-        after = self._ready(block, wait=False)
-        if after is None:
-            return
-        with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
-            self._moves.append(block.fetch(after))
+    def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
+        """Start to fetch the blocks that are needed after this one, if their updates have ended and there is room."""
+        following: Block | None = block
+        for _ in self.blocks:  # a block may come again
+            following = None if following is None else order.get(following)
+            if following is None or sum(each.filled and each.streams for each in self.blocks) >= WEIGHT_WINDOW:
+                return
+            if following.streams and not following.filled:
+                after = self._ready(following, wait=False)
+                if after is None:
+                    return
+                with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
+                    self._moves.append(following.fetch(after))
 
     def _ready(self, block: Block, *, wait: bool) -> Sequence[Job] | None:
         watcher = self._watcher()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
-from perfmodel.adaptive import TASKS_AT_ONCE, AdaptivePlanner, adaptive
+from perfmodel.adaptive import STEADY, TASKS_AT_ONCE, AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.plan import Tier
@@ -277,6 +277,24 @@ def test_a_plan_that_is_a_little_slower_is_kept() -> None:
     slower = dataclasses.replace(profile, h2d_bandwidth=20e9, h2d_bandwidth_duplex=18e9)
     assert settle(lenient, load, slower) == before
     assert settle(strict, load, slower) == adaptive(load, slower) != before
+
+
+def test_the_best_plan_counts_once_nothing_has_changed_for_some_time() -> None:
+    profile, load = MACHINES["h100"], work(60, size=10**7, peak_free_bytes=0.0, update_free_bytes=4 * 12e7)
+    planner, slower = AdaptivePlanner(tolerance=1.0), dataclasses.replace(profile, h2d_bandwidth=20e9)
+    before = settle(planner, load, profile)
+    other = settle(planner, load, slower)
+    for _ in range(STEADY):
+        assert planner(load, slower) == other
+        planner.learn()
+    best = planner(load, slower)
+    assert best == adaptive(load, slower)
+    # Where inputs alternate, each known already, neither plan follows them.
+    for _ in range(3 * STEADY):
+        assert planner(load, profile) == best != before
+        planner.learn()
+        assert planner(load, slower) == best
+        planner.learn()
 
 
 @pytest.mark.parametrize("mode", ["slots", "one slot", "shared", "forward", "disk"])

@@ -15,7 +15,7 @@ import dos.activations.offload as offload_module
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, Net, optimizer_of, saves, start
-from tests.support.training import FAST
+from tests.support.training import FAST, everything
 
 
 def forward(model: nn.Module, batch: int = BATCH) -> Tensor:
@@ -207,6 +207,40 @@ def test_what_leaves_last_has_left_when_forward_ends(model: type[nn.Module], lef
         return device.usage().occupied
 
     assert held(0) - held(left + 100) == left
+
+
+@pytest.mark.parametrize("weights", [None, 0, "auto"])
+def test_under_auto_tensors_leave_before_there_is_a_plan_where_memory_runs_short(weights: Any) -> None:
+    def train(room: int) -> tuple[int, list[bytes]]:
+        torch.default_generator.manual_seed(0)
+        model = Layers()
+        device = EmulatedDevice(FAST, room)
+        optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=5000, offload_gradients=True)
+        optimizer.attach(model, activations="auto", weights=weights)
+        forward(model).backward()
+        left, _ = optimizer._session.on_device.activations.last_offloaded
+        for _ in range(5):
+            optimizer.step()
+            optimizer.zero_grad()
+            forward(model).backward()
+        return left, everything(model, optimizer)
+
+    left, found = train(14 * EACH)  # of 17 that are saved, beside what is on its way
+    assert 5 * EACH < left < (LAYERS + 1) * EACH
+    nothing, expected = train(50 * EACH)
+    assert nothing == 0
+    assert found == expected
+
+
+@pytest.mark.parametrize("policy", ["cpu", "resident", 0.5])
+def test_under_auto_nothing_leaves_with_a_fixed_policy(policy: Any) -> None:
+    model = Layers()
+    device = EmulatedDevice(FAST, 12 * EACH)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=5000, policy=policy)
+    optimizer.attach(model, activations="auto")
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(model)
+    assert optimizer._session.on_device.activations.pool.nbytes == 0
 
 
 def test_what_backward_has_read_comes_back_no_second_time() -> None:
