@@ -172,6 +172,37 @@ def test_two_blocks_are_on_the_device_at_a_time_and_the_next_one_comes_while_one
     assert device.fetched == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]  # and the first two for forward
 
 
+@pytest.mark.parametrize("stay", [6, 8])
+def test_the_next_block_that_streams_comes_while_one_before_it_computes_whatever_stays_between(stay: int) -> None:
+    model, device = net(blocks=12), Watched()
+    optimizer = start(model, stay, device=device)
+    train(model, optimizer, 2, micro_batches=1)
+    optimizer.synchronize()
+    begun: list[tuple[int, list[int]]] = []
+
+    def begins(block: int) -> None:
+        begun.append((block, list(device.fetched)))
+
+    for number, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, number=number: begins(number))
+        block.register_forward_hook(
+            lambda *found, number=number: found[-1].register_hook(lambda _: begins(number)) and None
+        )
+    device.fetched.clear()
+    train(model, optimizer, 1, first=2, micro_batches=1)
+    order = list(device.fetched)
+    streams = sorted(set(order))
+    n = len(streams)
+    assert n == 12 - stay
+    assert device.most == stay + 2
+    assert order == [*streams, *reversed(streams[:-2])]  # the last two are there yet when backward begins
+    for block, fetched in begun[:12]:
+        assert fetched == order[: sum(other < block for other in streams) + 2][:n], "forward"
+    for block, fetched in begun[12:]:
+        # Of two hooks on one tensor, ours, which frees the block after this one, runs last.
+        assert fetched[n:] == order[n:][: sum(other > block + 1 for other in streams)], "backward"
+
+
 def test_frozen_blocks_are_freed_as_others_are() -> None:
     model, device = net(), Watched()
     for block in list(model.blocks)[1:5]:
