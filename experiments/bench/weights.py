@@ -47,7 +47,7 @@ FORWARD_S = 0.21
 UPDATE_S = 3.0
 """Seconds of an update of everything on the CPU. A tenth of a second in which Python works is then a few per cent."""
 WEIGHTS_SHARE = 0.9
-"""Of the device, that all weights take. Written down before anything was measured, as the figures above."""
+"""Of the device, that all weights take. Chosen by what fits and by simulation, before anything was measured."""
 BLOCK = 4
 """Iterations of one run before the next has its turn; the first does not count."""
 WARM_UP = 3
