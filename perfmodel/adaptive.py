@@ -22,7 +22,7 @@ TASKS_AT_ONCE = 700
 UNSEEN = 0.02
 """Share of an iteration below which exposed time is not told from noise."""
 STEADY = 8
-"""Calls of `AdaptivePlanner.learn` for the same inputs, with nothing more to find, after which the best plan counts."""
+"""Calls of `AdaptivePlanner.learn` that find no better plan for the same inputs, after which the best one counts."""
 
 
 def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
@@ -76,8 +76,9 @@ class AdaptivePlanner:
         workload, _ = self._inputs
         if self.settled:
             self._unchanged += 1
-            # Inputs are not noisy now, which is why the plan of before was kept if it lost little.
-            self._earlier = None if self._unchanged == STEADY else self._earlier
+            if self._unchanged < STEADY:
+                return
+            self._earlier = None  # it was kept against noise, and the inputs have none
         else:
             self.settled = self._answers.learn(workload, TASKS_AT_ONCE)
         if self._answers.was_simulated(self._answers.best(workload).division):

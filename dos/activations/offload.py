@@ -246,9 +246,9 @@ class ActivationOffload:
 
     def _chosen(self, amount: Amount) -> Callable[[SavedByForward], bool]:
         """Whether the last born may leave: those saved first do, until it is as much as asked for."""
-        if amount == "auto" and not self._told:
-            return self._short()
         if amount == "auto":
+            if not self._told:
+                return self._short()
             amount = self.share
         if not isinstance(amount, float):
             return lambda forward: forward.leaving_bytes + forward.sizes[-1] <= amount

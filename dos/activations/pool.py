@@ -1,4 +1,4 @@
-"""Host memory for tensors that leave: one pinned region, of which blocks are taken."""
+"""Host memory to which saved tensors move: one pinned region, from which `ActivationOffload` takes blocks."""
 
 from __future__ import annotations
 

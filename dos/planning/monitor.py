@@ -28,8 +28,10 @@ SHARE_AT_FIRST = 0.1
 SPARE_TO_GROW = 0.25
 """Share of a subgroup's state that must be free beyond it before more state becomes resident."""
 SHORT = 1 / 4
-"""Share of the device's memory below which it runs short, as long as nothing is known of an iteration's peak."""
-# What an operation needs beside saved tensors, and the next block's weights, must fit into it.
+"""Share of the device's memory below which it runs short, as long as nothing is known of an iteration's peak.
+
+What an operation needs beside saved tensors, and the next block's weights, must fit into it.
+"""
 NEAR = 0.1
 """Share of the device's memory below which state counts as about to leave where memory falls."""
 TOO_LITTLE = f"because {1 + SPARE_TO_GROW:g} subgroups must be free before another one stays"

@@ -336,10 +336,11 @@ class WeightStream:
 
     def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
         """Start to fetch the blocks that are needed after this one, if their updates have ended and there is room."""
+        room = WEIGHT_WINDOW - sum(each.filled and each.streams for each in self.blocks)
         following: Block | None = block
         for _ in self.blocks:  # a block may come again
             following = None if following is None else order.get(following)
-            if following is None or sum(each.filled and each.streams for each in self.blocks) >= WEIGHT_WINDOW:
+            if following is None or room <= 0:
                 return
             if following.streams and not following.filled:
                 after = self._ready(following, wait=False)
@@ -347,6 +348,7 @@ class WeightStream:
                     return
                 with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
                     self._moves.append(following.fetch(after))
+                    room -= 1
 
     def _ready(self, block: Block, *, wait: bool) -> Sequence[Job] | None:
         watcher = self._watcher()
