@@ -90,6 +90,7 @@ class Attachment:
         self._add(model)
         alone = module_hook(model, self._detach_if_alone)
         self._handles.append(model.register_forward_pre_hook(alone, prepend=True))
+        self._handles.append(model.register_forward_hook(module_hook(model, self._after_forward)))
 
     @property
     def model(self) -> nn.Module | None:
@@ -184,6 +185,12 @@ class Attachment:
             self._gathered.update(map(id, parameters))
             self._first_use |= dict.fromkeys(map(id, parameters))
         self.finish(parameters)
+
+    def _after_forward(self, model: nn.Module) -> None:
+        # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
+        # part in forward. Their last updates may be reading these.
+        if not self._groups and torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.finish(self._own(model))
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True

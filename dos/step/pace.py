@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
@@ -92,13 +91,10 @@ class _Stretch(NamedTuple):
 
 
 class _Typical:
-    """The median of recent durations. It moves by more than these differ, or not at all, so that noise changes no plan.
-
-    LEAST, MOST: shares of it that count as noise in any case, and at most.
-    """
+    """The median of recent durations; it moves by more than TOLERANCE or not at all, so that noise changes no plan."""
 
     REMEMBERED = 5
-    LEAST, MOST = 0.05, 0.25
+    TOLERANCE = 0.25
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -107,9 +103,5 @@ class _Typical:
     def add(self, seconds: float) -> None:
         self._recent.append(seconds)
         median = statistics.median(self._recent)
-        # Of as many as are remembered, without the slowest, which may be an exception.
-        usual = sorted(self._recent)[:-1]
-        differ = usual[-1] - usual[0] if len(self._recent) == self.REMEMBERED else math.inf
-        noise = min(max(differ, self.LEAST * self.seconds), self.MOST * self.seconds)
-        if abs(median - self.seconds) > noise:
+        if abs(median - self.seconds) > self.TOLERANCE * self.seconds:
             self.seconds = median

@@ -74,16 +74,6 @@ def noisy(rng: random.Random, truth: HardwareProfile, share: float) -> HardwareP
     return truth.replace(**(found | {f"{name}_duplex": found[name] for name in rates[3:]}))
 
 
-@pytest.mark.parametrize(("share", "off"), [(0.01, 0.05), (0.1, 0.25)])
-def test_what_the_first_iterations_took_is_forgotten_as_far_as_noise_allows(share: float, off: float) -> None:
-    rng, pace = random.Random(0), _Typical()
-    for _ in range(4):
-        pace.add(1.2 * rng.lognormvariate(0, share))
-    for _ in range(8):
-        pace.add(rng.lognormvariate(0, share))
-    assert pace.seconds == pytest.approx(1, rel=off)
-
-
 @pytest.mark.parametrize(("share", "changes"), [(0.05, 1), (0.2, 4)])
 def test_steady_steps_hardly_change_the_plan(share: float, changes: int) -> None:
     """Measured with noise. And what is believed in the end costs little where none of it is true."""

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
-from dos.step.ledger import Ledger
 from perfmodel import Op, Placement
-from tests.support.devices import Copying, UpdatesAfterStep
+from tests.support.devices import Copying, LateDevice
 from tests.support.random_plans import InTurn
 from tests.support.ranks import on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, dos_adam, model, values
@@ -180,39 +179,57 @@ class Halves(nn.Module):
         return self.last(self.first(x)) if both else self.first(x)
 
 
-@pytest.mark.parametrize("comes", [False, True], ids=["state stays", "state comes"])
+@pytest.mark.parametrize(
+    ("registered", "view", "placement", "offload"),
+    [
+        (True, False, Placement.CPU, False),
+        (False, True, Placement.CPU, False),
+        (False, True, Placement.GPU_RESIDENT, False),
+        (False, True, Placement.CPU, True),
+    ],
+    ids=["reduced", "views", "views read by the device", "views that leave"],
+)
 @on_pair
-def test_a_bucket_that_took_no_part_overtakes_no_update_of_the_last_step(comes: bool) -> None:
-    """No module has waited for its update, nor a hook of ours: the first gradient is that of another optimizer.
-
-    Else its copy would overwrite gradients, or state would come to the device, that the host has yet to use.
-    """
-
-    def wait(ledger: Ledger) -> None:
-        device.returned.set()  # only who waits for the updates lets them begin
-        ended(ledger)
-
-    ended, ends = Ledger.settle, []
+def test_gradients_are_used_before_ddp_writes_those_that_took_no_part(
+    registered: bool, view: bool, placement: Placement, offload: bool
+) -> None:
+    """DDP zeroes their parts of the buckets as backward begins, before any hook, and no module has waited for them."""
+    ends = []
     for attach in (False, True):
-        device = UpdatesAfterStep(FAST, 1 << 24)
-        ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
-        policy = InTurn(*[Placement.CPU] * 4, Placement.GPU_RESIDENT) if comes else "cpu"
-        optimizer = dos_adam(ddp.module.last.parameters(), policy=policy, device=device)
-        optimizer.register_ddp(ddp)
+        ddp = DistributedDataParallel(
+            Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True, gradient_as_bucket_view=view
+        )
+        device = LateDevice(lambda op: 0.1 if op in (Op.GRADIENT, Op.UPDATE) else 0)
+        optimizer = dos_adam(ddp.module.last.parameters(), policy=InTurn(placement), device=device, offload_gradients=offload)
+        if registered:
+            optimizer.register_ddp(ddp)
         if attach:
             optimizer.attach(ddp)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Ledger, "settle", wait)
-            for step in range(3):
-                ddp(batch(step), both=step < 2).pow(2).mean().backward()
-                if step == 1 and attach:
-                    device.returned.clear()
-                if step < 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            device.copy(Op.GRADIENT, 0, []).wait()  # to the end of what the last backward has sent
-        ddp(batch(3), both=True).pow(2).mean().backward()
-        optimizer.step()
+        for both in (True, True, False, True):
+            ddp(batch(0), both=both).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        ends.append(values(ddp.module))
+    assert_equal(*ends)
+
+
+@on_pair
+def test_state_comes_for_a_bucket_that_took_no_part_once_it_is_at_home() -> None:
+    """The first gradient is that of another optimizer, so that no hook of ours has ended the last step."""
+    ends = []
+    for late in (0, 0.1):
+        device = LateDevice(lambda op, late=late: late if op is Op.FLUSH else 0)
+        ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
+        policy = InTurn(*[Placement.GPU_STREAMED] * 3, Placement.GPU_RESIDENT)
+        optimizer = dos_adam(ddp.module.last.parameters(), policy=policy, device=device)
+        optimizer.register_ddp(ddp)
+        optimizer.attach(ddp)
+        for step in range(4):
+            ddp(batch(step), both=step != 2).pow(2).mean().backward()
+            if step != 2:
+                optimizer.step()
+                optimizer.zero_grad()
         optimizer.synchronize()
         ends.append(values(ddp.module.last))
     assert_equal(*ends)
