@@ -51,8 +51,8 @@ class StreamedWeights(Protocol):
     def all_copies(self) -> Sequence[Tensor]:
         """The device's copies, with or without memory."""
 
-    def check_saved(self, tensor: Tensor) -> None:
-        """Raise RuntimeError for a saved tensor that would keep a copy of streamed weights on the device."""
+    def on_saving(self, tensor: Tensor) -> None:
+        """Called when autograd saves a tensor: raise RuntimeError if it is made of streamed weights."""
 
     def before_use(self, tensor: Tensor) -> None:
         """Called before backward reads a saved tensor that stays, which may be of these weights."""
@@ -275,7 +275,7 @@ class ActivationOffload:
         """The stand-in that autograd keeps for a tensor that it saves."""
         part = local(tensor)
         if self.weights is not None:
-            self.weights.check_saved(tensor)
+            self.weights.on_saving(tensor)
         if self._is_eligible(tensor, part, lasting):
             return self._save(tensor, part, forward)
         if forward.waiting:

@@ -69,6 +69,8 @@ class WeightStream:
         """The block that forward used after each, the last time."""
         self._before_that = {after: before for before, after in self._next.items()}
         self._last_run: Block | None = None
+        self._late: Block | None = None
+        """In forward: the block that runs, if a block after it has yet to be updated on the host."""
         self._order = list(self.blocks)
         """As the last forward has used them."""
         self._first, self._last = self._ends()
@@ -237,11 +239,14 @@ class WeightStream:
             if tensor.requires_grad:
                 tensor.register_hook(begins)
 
-    def check_saved(self, tensor: Tensor) -> None:
-        """Raise RuntimeError if autograd saves a weight that was converted, as autocast does.
+    def on_saving(self, tensor: Tensor) -> None:
+        """Fetch ahead what the host has updated since the block began. Called when autograd saves a tensor in forward.
 
-        It would stay on the device until backward, block after block.
+        Raises RuntimeError for a weight that was converted, as by autocast: it would stay on the device until backward,
+        block after block.
         """
+        if self._late is not None:
+            self._fetch_late()
         source = converted_from(tensor) if self._autocast else None
         block = None if source is None else self._block_of(source)
         if source is not None and block is not None and block.streams:
@@ -306,6 +311,12 @@ class WeightStream:
                 self._free(block)
             block.touched = False
 
+    @exclusive
+    def _fetch_late(self) -> None:
+        block, self._late = self._late, None
+        if block is not None and block.running and not in_backward():
+            self._fetch_ahead(block, self._next)
+
     # Transfers.
 
     def _use(self, block: Block, order: Mapping[Block, Block]) -> None:
@@ -345,6 +356,7 @@ class WeightStream:
             if following.streams and not following.filled:
                 after = self._ready(following, wait=False)
                 if after is None:
+                    self._late = block
                     return
                 with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
                     self._moves.append(following.fetch(after))

@@ -16,7 +16,7 @@ from tests.support.devices import Copying, LateDevice
 from tests.support.random_plans import InTurn
 from tests.support.ranks import on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, dos_adam, model, values
-from tests.support.training import FAST, profile
+from tests.support.training import profile
 
 
 def halves(state, bucket):  # without annotations, which DDP compares with types
@@ -200,7 +200,8 @@ def test_gradients_are_used_before_ddp_writes_those_that_took_no_part(
             Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True, gradient_as_bucket_view=view
         )
         device = LateDevice(lambda op: 0.1 if op in (Op.GRADIENT, Op.UPDATE) else 0)
-        optimizer = dos_adam(ddp.module.last.parameters(), policy=InTurn(placement), device=device, offload_gradients=offload)
+        own = ddp.module.last.parameters()
+        optimizer = dos_adam(own, policy=InTurn(placement), device=device, offload_gradients=offload)
         if registered:
             optimizer.register_ddp(ddp)
         if attach:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job
 from dos.weights.block import Block
+from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
 from tests.support.training import FAST, bits
@@ -201,6 +202,30 @@ def test_the_next_block_that_streams_comes_while_one_before_it_computes_whatever
     for block, fetched in begun[12:]:
         # Of two hooks on one tensor, ours, which frees the block after this one, runs last.
         assert fetched[n:] == order[n:][: sum(other > block + 1 for other in streams)], "backward"
+
+
+def test_a_block_that_is_updated_while_the_one_before_it_computes_is_fetched_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
+    train(model, optimizer, 2, micro_batches=1)
+    optimizer.synchronize()
+    updated, at_end, ready = False, list[int](), WeightStream._ready
+
+    def ready_once_updated(stream: WeightStream, block: Block, *, wait: bool) -> Sequence[Job] | None:
+        return ready(stream, block, wait=wait) if updated or wait else None
+
+    def update(*_: object) -> None:
+        nonlocal updated
+        updated = True
+
+    monkeypatch.setattr(WeightStream, "_ready", ready_once_updated)
+    device.fetched.clear()
+    next(model.blocks[0].children()).register_forward_pre_hook(update)
+    model.blocks[0].register_forward_hook(lambda *_: at_end.extend(device.fetched))
+    loss(model, 3)
+    assert at_end == [0, 1]
 
 
 def test_frozen_blocks_are_freed_as_others_are() -> None:
