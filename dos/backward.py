@@ -301,9 +301,8 @@ class Backward:
 
 
 def _gradients_travel() -> bool:
-    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place."""
-    return (
-        torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-        and torch.distributed.get_world_size() > 1
-    )
+    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place.
+
+    Of one rank, too: it zeroes its bucket where a gradient was taken away.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -52,6 +52,11 @@ _CAPTURED = (
     "optimizer.synchronize() before the capture"
 )
 
+_REPLACED = (
+    "a parameter of shape {} got other memory after step(), as by lstm.flatten_parameters() or p.data = ..., while its "
+    "update ran on, which is lost; call optimizer.synchronize() after step(), or do not attach the model"
+)
+
 
 class Session:
     """Everything that one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
@@ -395,6 +400,9 @@ class Session:
                     self._settle()
                 raise
             if not behind:
+                if record.replaced:
+                    self._settle()
+                    raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
                 self.registry.written([record])
             # It stays listed: another queue that reads the parameter has to wait for itself.
             pending[record] = behind | {here}

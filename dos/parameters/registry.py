@@ -270,7 +270,8 @@ class Registry:
         tell_autograd(records)
         # After the versions have risen: the next step would take that for a write of user code's.
         for record in records:
-            record.saw()
+            if not record.replaced:  # else the next step takes the values that user code has put there
+                record.saw()
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """The parameter's memory is another than that for which batches were made."""

@@ -101,6 +101,11 @@ class ParameterRecord:
         p = self.local
         return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether user code has replaced the memory to which the last update has written."""
+        return not self.stand_in and self._memory.data_ptr() != self.local.data_ptr()
+
     def changed(self) -> bool:
         """Whether user code wrote to the parameter, or replaced its memory, since `saw`."""
         return self.rewritten or self.version != version(self.parameter) or self.moved()

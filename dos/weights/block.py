@@ -45,6 +45,8 @@ class Block:
         """The last copy that reads the homes, which may run on when nothing uses its values any more."""
         self._joined: set[Caller] = set()
         self._versions: list[int] = []
+        self._leads: list[int] = []
+        """`_lead` as it was when the modules got the copies."""
         self._queue: Caller = None
         sizes = [member.parameter.nbytes for member in members]
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
@@ -62,6 +64,7 @@ class Block:
             copy.set_(buffer.untyped_storage(), start // home.itemsize, home.size(), home.stride())
             self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
         buffer.untyped_storage().resize_(0)
+        self._leads = self._lead()
 
     def __del__(self) -> None:
         if self.filled and not self._joined:
@@ -152,6 +155,7 @@ class Block:
                 copy.requires_grad_(member.parameter.requires_grad)
             for module, name in member.places:
                 exchange(module, name, copy)
+        self._leads = self._lead()
 
     def use_homes(self) -> None:
         """Let the block's modules have the homes."""
@@ -159,6 +163,20 @@ class Block:
         for member in self.members:
             for module, name in member.places:
                 exchange(module, name, member.parameter)
+
+    def _lead(self) -> list[int]:
+        """How often each copy was written to, less the writes to its home: `tell_autograd` counts for both."""
+        return [version_counter(c) - now for c, now in zip(self.copies, self._now(), strict=True)]
+
+    def check_copies(self) -> None:
+        """Raise RuntimeError if the block's forward wrote to its parameters: no write reaches the homes."""
+        for copy, before, after in zip(self.copies, self._leads, self._lead(), strict=True):
+            if after > before or storage_address(copy.untyped_storage()) != self.storage:
+                raise RuntimeError(
+                    f"the forward of a block wrote to its own parameter of shape {tuple(copy.shape)}, or replaced its "
+                    "memory, and its weights stream: what is written there is lost; write to it between step() and the "
+                    "next forward, or attach the model without weights="
+                )
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

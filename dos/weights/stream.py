@@ -213,6 +213,7 @@ class WeightStream:
         if block.running:
             return
         block.use_homes()
+        block.check_copies()
         if in_backward():
             return
         if torch.is_grad_enabled():

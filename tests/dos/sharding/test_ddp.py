@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op, Placement
 from tests.support.devices import Copying, LateDevice
+from tests.support.processes import run_python
 from tests.support.random_plans import InTurn
 from tests.support.ranks import on_pair
 from tests.support.sharded import adamw, assert_close, assert_equal, batch, dos_adam, model, values
@@ -234,3 +235,32 @@ def test_state_comes_for_a_bucket_that_took_no_part_once_it_is_at_home() -> None
         optimizer.synchronize()
         ends.append(values(ddp.module.last))
     assert_equal(*ends)
+
+
+ALONE = """
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from perfmodel import Op
+from tests.support.devices import LateDevice
+from tests.support.sharded import assert_equal, batch, dos_adam, model, values
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ends = []
+for view in (False, True):
+    ddp = DistributedDataParallel(model(), gradient_as_bucket_view=view)
+    device = LateDevice(lambda op: 0.02 if op is Op.GRADIENT else 0)
+    optimizer = dos_adam(ddp.parameters(), policy="cpu", device=device, offload_gradients=True)
+    for step in range(2):
+        for micro_batch in range(2):
+            ddp(batch(10 * step + micro_batch)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    ends.append(values(ddp.module))
+assert_equal(*ends)
+"""
+
+
+def test_gradients_of_a_single_rank_stay_in_buckets_until_the_step() -> None:
+    """DDP zeroes its part of a bucket where a gradient was taken away, while that leaves."""
+    run_python("-c", ALONE)

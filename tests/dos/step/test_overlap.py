@@ -92,8 +92,12 @@ def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> Non
     train(twin, plain, 3)
     optimizer.synchronize()
     model(torch.ones(1, 24)).sum().backward()
+    for group in (*optimizer.param_groups, *plain.param_groups):
+        group["weight_decay"], group["eps"] = torch.tensor(0.5), torch.tensor(1e-3)
     device.returned.clear()
     optimizer.step()
+    for key in ("weight_decay", "eps"):
+        optimizer.param_groups[0][key].fill_(2.0)
     device.returned.set()
     optimizer.param_groups[0]["lr"] = 123.0
     optimizer.synchronize()
@@ -104,6 +108,54 @@ def test_attached_step_returns_early_and_settings_are_those_of_its_call() -> Non
         b.grad = a.grad
     plain.step()
     assert bits(model.parameters()) == bits(twin.parameters())
+
+
+class Replacing(nn.Module):
+    """Gives its layer other memory with the same values in each forward, as flatten_parameters() does on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(24, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.layer.parameters():
+            p.data = p.data.clone()
+        return self.layer(x)
+
+
+def test_memory_that_is_replaced_while_an_update_runs_on_is_refused() -> None:
+    models = Replacing(), Replacing()
+    plain, optimizer = (accelerated(model, attach=model is models[1]) for model in models)
+    for step in range(3):
+        for model, each in zip(models, (plain, optimizer), strict=True):
+            model(batch(step)).square().mean().backward()
+            each.step()
+            each.zero_grad()
+            each.synchronize()
+    assert bits(models[0].parameters()) == bits(models[1].parameters())
+    models[1](batch(3)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"of shape \(7, 24\) got other memory after step\(\)"):
+        models[1](batch(4))
+
+
+def test_values_that_user_code_puts_in_the_place_of_an_update_are_trained_on() -> None:
+    """Also where it did not wait for the update: `p.data = ...` is a write of user code's, at any time."""
+    ends = []
+    for waits in (True, False):
+        model = mlp()
+        optimizer = accelerated(model, attach=True, policy="cpu")
+        train(model, optimizer, 3)
+        if waits:
+            optimizer.synchronize()
+        for p in model.parameters():
+            p.data = torch.full_like(p, 0.01)
+        optimizer.synchronize()
+        train(model, optimizer, 2)
+        optimizer.synchronize()
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
 
 
 def test_an_attached_model_is_updated_in_the_order_of_use() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,3 +151,30 @@ def test_models_of_many_ranks() -> None:
             optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**8), offload_gradients=True)
             with pytest.raises(ValueError, match=rf"weights= is for .*, found {name}; .*FSDP2"):
                 optimizer.attach(model, weights=0)
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "in place": lambda layer: layer.weight.clamp_(-0.1, 0.1),
+    "replaced": lambda layer: setattr(layer.weight, "data", layer.weight.data.clamp(-0.1, 0.1)),
+}
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_block_whose_forward_writes_to_its_weights(write: str, weights: int) -> None:
+    """Homes are trained, and what is written to the copies while a block computes would be lost."""
+    model = net(blocks=2)
+    optimizer = start(model, weights)
+    train(model, optimizer, 1)
+
+    @torch.no_grad()
+    def writes(layer: nn.Module, _: object) -> None:
+        WRITES[write](layer)
+
+    handle = model.blocks[0].both.register_forward_pre_hook(writes)
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match="the forward of a block wrote to its own parameter of shape"):
+        loss(model, 1)
+    handle.remove()
+    if weights == 0:
+        assert bits(model.parameters()) == before
