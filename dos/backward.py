@@ -20,6 +20,7 @@ from dos.parameters.registry import Registry
 from dos.planning.decide import Facts, host_limits
 from dos.planning.decisions import Decisions
 from dos.planning.policies import Policy
+from dos.sharding.ddp import gradients_travel
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -179,7 +180,7 @@ class Backward:
             last = self._gradients_before or len(self._registry.watching)
             self.decisions.memory.sample(always=now.gradients == last)
         else:
-            now.backward, now.travels = self.device.mark(), _gradients_travel()
+            now.backward, now.travels = self.device.mark(), gradients_travel()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             self.decisions.memory.enter(Op.BACKWARD)
 
@@ -298,11 +299,3 @@ class Backward:
         self._wanted = _NOT_ASKED
         self._gradients_before = self.now.gradients
         self.decisions.memory.end_iteration()
-
-
-def _gradients_travel() -> bool:
-    """Whether gradients may change after backward's hooks: DistributedDataParallel reduces them later, in place.
-
-    Of one rank, too: it zeroes its bucket where a gradient was taken away.
-    """
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -52,7 +52,7 @@ class StreamedWeights(Protocol):
         """The device's copies, with or without memory."""
 
     def on_saving(self, tensor: Tensor) -> None:
-        """Called when autograd saves a tensor: raise RuntimeError if it is made of streamed weights."""
+        """Called when autograd saves a tensor. Raises RuntimeError if it would keep streamed weights on the device."""
 
     def before_use(self, tensor: Tensor) -> None:
         """Called before backward reads a saved tensor that stays, which may be of these weights."""

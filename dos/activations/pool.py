@@ -1,4 +1,4 @@
-"""Host memory to which saved tensors move: one pinned region, from which `ActivationOffload` takes blocks."""
+"""One pinned region of host memory: `ActivationOffload` takes blocks of it for the saved tensors that it moves."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Attachment:
     def _after_forward(self, model: nn.Module) -> None:
         # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
         # part in forward. Their last updates may be reading these.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if ddp.gradients_travel():
             self.finish(self._own(model))
 
     def _before_compiled(self, module: nn.Module) -> None:

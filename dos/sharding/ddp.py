@@ -16,6 +16,14 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """As `DistributedDataParallel.register_comm_hook` takes it: (state, bucket) -> a future of the reduced bucket."""
 
 
+def gradients_travel() -> bool:
+    """Whether gradients may change outside of our hooks: DistributedDataParallel writes to them in its buckets.
+
+    Of one rank, too: it zeroes its bucket where a gradient was taken away.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """Who watches the buckets of each model. DDP has its hook for good, and the hook must keep no optimizer alive."""
 

@@ -70,7 +70,7 @@ class WeightStream:
         self._before_that = {after: before for before, after in self._next.items()}
         self._last_run: Block | None = None
         self._late: Block | None = None
-        """In forward: the block that runs, if a block after it has yet to be updated on the host."""
+        """The block that ran when a block after it had yet to be updated on the host."""
         self._order = list(self.blocks)
         """As the last forward has used them."""
         self._first, self._last = self._ends()
@@ -312,12 +312,6 @@ class WeightStream:
                 self._free(block)
             block.touched = False
 
-    @exclusive
-    def _fetch_late(self) -> None:
-        block, self._late = self._late, None
-        if block is not None and block.running and not in_backward():
-            self._fetch_ahead(block, self._next)
-
     # Transfers.
 
     def _use(self, block: Block, order: Mapping[Block, Block]) -> None:
@@ -362,6 +356,13 @@ class WeightStream:
                 with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
                     self._moves.append(following.fetch(after))
                     room -= 1
+
+    @exclusive
+    def _fetch_late(self) -> None:
+        """Start to fetch what `_fetch_ahead` found not updated yet, while the block before it runs."""
+        block, self._late = self._late, None
+        if block is not None and block.running and not in_backward():
+            self._fetch_ahead(block, self._next)
 
     def _ready(self, block: Block, *, wait: bool) -> Sequence[Job] | None:
         watcher = self._watcher()
