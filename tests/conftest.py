@@ -48,7 +48,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers each file stays with one, and so do all files that need ranks, which are started once."""
+    """With `--dist loadfile` each file stays with one worker, and so do all files that need ranks, started once."""
+    if config.getoption("dist") != "loadfile":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
