@@ -285,8 +285,9 @@ def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     if dtype == tl.bfloat16:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:  # noqa: RET505
+        # On the bits of the result: asked of `bits`, LLVM leaves the constant out, because all NaN are alike to it.
         half = x.to(tl.float16).to(tl.uint16, bitcast=True)
-        return tl.where(bits == 0x7FC00000, 0x7E00, half).to(tl.uint16).to(tl.float16, bitcast=True)
+        return tl.where((half & 0x7FFF) > 0x7C00, 0x7E00, half).to(tl.uint16).to(tl.float16, bitcast=True)
     else:
         return x
 
