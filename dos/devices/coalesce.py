@@ -95,8 +95,13 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int]
 def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) -> None:
     """Queue one copy in pieces, cut also where host memory that was pinned in one go ends."""
     destination, source = copy
+    parts = pinned_parts(destination if to_host else source)
+    if len(parts) == 1 and source.nbytes <= PIECE_BYTES:  # as most are: the slices below take longer than the copy
+        before(source.nbytes)
+        destination.copy_(source, non_blocking=True)
+        return
     most = PIECE_BYTES // source.itemsize
-    for part in pinned_parts(destination if to_host else source):
+    for part in parts:
         for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
             before(piece.nbytes)
             to.copy_(piece, non_blocking=True)

@@ -97,8 +97,8 @@ class Step:
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots to which offloaded gradients come, and with them weights that stream."""
 
-    def issue(self) -> list[Turn]:
-        """Issue what is not under way yet; returns what the host's lane has to do."""
+    def issue(self, give: Callable[[Turn], object]) -> None:
+        """Issue what is not under way yet. give: is handed what the host's lane has to do, as soon as it can begin."""
         turns: list[Turn] = []
         ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
@@ -124,9 +124,11 @@ class Step:
                 if self._streams(task):  # the new parameters go nowhere
                     turns.append(self._turn(task, ready[number], ()))
                     jobs[-1] = (Promise(turns[-1].done),)
+                    give(turns[-1])
             elif task.stream is Stream.PARAMETER:
                 turns.append(self._turn(task, ready[task.after[0]], after))
                 jobs.append((Promise(turns[-1].done),))
+                give(turns[-1])
             else:
                 self._enter(task)
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
@@ -142,7 +144,6 @@ class Step:
         # They hold gradients, whose memory the next backward needs while the ledger still holds this step.
         self._subjects = ()
         self._beside.clear()
-        return turns
 
     @property
     def through(self) -> bool:

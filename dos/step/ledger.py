@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
@@ -18,7 +18,7 @@ from dos.state.record import ParameterRecord
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
-from dos.step.host_lane import HostLane, InPlaceLane, Turn
+from dos.step.host_lane import HostLane, InPlaceLane, Turn, Turns
 from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit, wait_for_all
@@ -384,12 +384,9 @@ class Ledger:
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
             schedule = schedule_step(granted, workload, found, tasks)
             self.step = step = Step(self.device, self.stores, schedule, subjects, begun, iteration)
-            turns = step.issue()
             self._lane_done = None
-            gives_back = step.leaving or step.homes or self.stores.device.slots
-            # Without any of these the host has no part in the step, so that the next one may be queued behind it.
-            if turns or gives_back or any(map(on_disk, step.jobs)):
-                self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
+            with self._host_lane(step) as give:
+                step.issue(give)
         except BaseException as error:
             failure = self._guard.failure(error)
             if self.step is not None:
@@ -416,7 +413,31 @@ class Ledger:
             elif found[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first
 
-    def _run_host_lane(self, turns: Sequence[Turn], step: Step) -> None:
+    @contextlib.contextmanager
+    def _host_lane(self, step: Step) -> Iterator[Callable[[Turn], None]]:
+        """Let the host's part of the step run from the first turn on that is given; all have been when this ends.
+
+        To issue the rest takes as long as many an update: 50 ms of 240 on an H200, for 1.3 billion parameters.
+        """
+        turns = Turns()
+
+        def begin() -> None:
+            if self._lane_done is None:
+                self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
+
+        def give(turn: Turn) -> None:
+            turns.give(turn)
+            begin()
+
+        try:
+            yield give
+            # Without any of these the host has no part in the step, so that the next one may be queued behind it.
+            if step.leaving or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
+                begin()
+        finally:
+            turns.close()
+
+    def _run_host_lane(self, turns: Turns, step: Step) -> None:
         """Run the host's part of a step: update, then release memory that only the step needed."""
         self.lane.update(turns)
         # Memory is released below. The device may still read and write there, though the host's updates have ended.

@@ -185,8 +185,11 @@ class SubgroupUpdate:
             for piece, _ in self.items:
                 self._parameter(piece).copy_(state.master[piece.run])
 
-    def apply_on_host(self) -> None:
-        """Update the host state from staged or offloaded gradients; the new parameters stay staged."""
+    def prepare_on_host(self) -> Callable[[], None]:
+        """Prepare the update of the host state from staged or offloaded gradients, which are there.
+
+        Returns what updates it; the new parameters stay staged.
+        """
         state = self.on_host.state
         if self.from_disk:
             self.follow_on_host()
@@ -199,11 +202,16 @@ class SubgroupUpdate:
         else:
             staged = self.on_host.gradient
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
-        self.subgroup.arena.rule.prepare([batch], self.settings)()
-        # Only at home does what is staged last: a window is another subgroup's later.
         arena = self.subgroup.arena
-        if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
-            self.subgroup.newest.update(self.pieces)
+        apply = arena.rule.prepare([batch], self.settings)
+
+        def update() -> None:
+            apply()
+            # Only at home does what is staged last: a window is another subgroup's later.
+            if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
+                self.subgroup.newest.update(self.pieces)
+
+        return update
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""

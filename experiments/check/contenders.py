@@ -20,7 +20,7 @@ from dos.planning.policies import AdaptivePolicy, Policy
 from experiments.check.models import SETTINGS, Batch, Job
 from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
-from perfmodel.format import SPLIT
+from perfmodel.format import SPLIT, Format
 from perfmodel.hardware import HardwareProfile
 from perfmodel.schedule import Schedule
 
@@ -75,17 +75,24 @@ class Rig:
     """A model and one DOSAdam, which all contenders of that kind share. profile: what adaptive policies begin with."""
 
     def __init__(
-        self, job: Job, device: torch.device, emulated: EmulatedDevice | None, profile: HardwareProfile, size: int
+        self,
+        job: Job,
+        device: torch.device,
+        emulated: EmulatedDevice | None,
+        profile: HardwareProfile,
+        size: int,
+        state: Format = SPLIT,
     ) -> None:
         self.switch = Switch(profile)
         self.subgroups = -(-job.numel // size)
-        self.slot_bytes = SPLIT.state_bytes * size
+        self.slot_bytes = state.state_bytes * size
         self.budget = 0
         self.model = job.model(device)
         self.optimizer = DOSAdam(
             self.model.parameters(),
             policy=self.switch,
             subgroup_size=size,
+            state_format=None if state is SPLIT else "int8",
             memory_budget=lambda: self.budget,
             device=emulated,
             **SETTINGS,

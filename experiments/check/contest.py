@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,7 @@ from experiments.check.contenders import (
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
 from experiments.harness import Dropped, Limit, medians, ratio, take_turns
 from perfmodel import Timeline
+from perfmodel.format import CODED
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ FIXED: dict[str, tuple[str | float, float]] = {
 NOISE = 0.03
 """By so much one policy may seem slower than another without being it."""
 CPU = "CPU only"
+INT8 = ", int8 state"
+SHARE_OF_ATTACHED = 0.3
+"""Of the time: for the contest of attached models."""
 PEER_HOST_BYTES = 32
 """For each parameter: a peer's state, and pinned memory that is rounded up to a power of two."""
 
@@ -83,10 +89,11 @@ def named(share: float) -> str:
 def run(bench: Bench) -> None:
     """AdamW on the GPU, peers that are installed, fixed policies, and adaptive plans with memory for some of the state.
 
-    Peers take part on a GPU alone.
+    Then some of them with attached models, and state in int8. Peers take part on a GPU alone.
     """
     device, peers = prepare(bench), installed() if bench.cuda else []
-    job = fitted(MEDIUM[bench.size], bench, each=HOST_BYTES + PEER_HOST_BYTES * len(peers))
+    host_bytes = HOST_BYTES + CODED.held_bytes + PEER_HOST_BYTES * len(peers)
+    job = fitted(MEDIUM[bench.size], bench, each=math.ceil(host_bytes))
     size = -(-job.numel // SUBGROUPS[bench.size])
     emulated = None if bench.cuda else emulated_device(job, size)
     profile = measured_profile(bench.out, device) if emulated is None else emulated.profile
@@ -111,27 +118,61 @@ def run(bench: Bench) -> None:
         memory_source=next((source.value for source in Source if f"says {source.value}" in said), None),
     )
 
-    def fixed(*names: str) -> list[Contender]:
-        return [Ours(name, rig, resolve_policy(FIXED[name][0]), FIXED[name][1]) for name in names]
-
-    def adaptive(*shares: float) -> list[Contender]:
-        return [Ours(named(share), rig, AdaptivePolicy(profile), share) for share in shares]
+    def ours(*names: str, rig: Rig = rig, of: str = "") -> list[Contender]:
+        """Fixed policies by their names, and adaptive ones."""
+        adaptive = {named(share): (AdaptivePolicy(profile), share) for share in SHARES}
+        policies = adaptive | {name: (resolve_policy(policy), share) for name, (policy, share) in FIXED.items()}
+        return [Ours(name + of, rig, *policies[name]) for name in names]
 
     def on_device(*names: str) -> list[Contender]:
         return [Own(reference(name, emulated), job, device, before=rig.release) for name in names]
 
+    others = [Own(peer, job, device) for peer in peers]
+    for other in others:  # before the first round, which would seem to take longer than the next
+        with contextlib.suppress(Broken, torch.OutOfMemoryError):
+            other.open()
+        other.close()
     # The ones that matter most come first, in case that there is no time for the others.
-    contenders: list[Contender] = [
-        *(*fixed(CPU), *adaptive(0.5, 1.0), *on_device(MASTERS, NOTHING)),
-        *(Own(peer, job, device) for peer in peers),
-        *(*on_device(PLAIN), *adaptive(SLOTS_SHARE), *fixed("stride 2", "ratio 0.5")),
-        *(*adaptive(*SHARES[3:]), *fixed(*list(FIXED)[3:])),
+    contenders = [
+        *(*ours(CPU, named(0.5), named(1.0)), *on_device(MASTERS, NOTHING), *others, *on_device(PLAIN)),
+        *ours(named(SLOTS_SHARE), "stride 2", "ratio 0.5", *map(named, SHARES[3:]), *list(FIXED)[3:]),
     ]
-    compete(bench, contenders, batches, EFFORTS[bench.size], peers)
+    effort, later_s = EFFORTS[bench.size], bench.left() * SHARE_OF_ATTACHED
+    compete(bench, contenders, batches, effort, peers, left=lambda: bench.left() - later_s)
+    small = Rig(job, device, emulated, profile, size, CODED)
+    for each in (rig, small):
+        each.optimizer.attach(each.model)
+    names = (CPU, named(SLOTS_SHARE), named(0.5))
+    contenders = [*ours(*names), *ours(*names[:2], rig=small, of=INT8), *on_device(MASTERS), *others]
+    compete_attached(bench, contenders, batches, dataclasses.replace(effort, updates=0), peers)
+
+
+def compete_attached(
+    bench: Bench, contenders: Sequence[Contender], batches: Sequence[Batch], effort: Effort, peers: Sequence[Kind]
+) -> None:
+    """The contest of attached models, whose updates go on in the next forward; only iterations are compared."""
+    scores = run_rounds(
+        contenders,
+        batches,
+        effort,
+        Clock(bench.cuda),
+        bench.left,
+        lambda scores: bench.note(attached={name: score.summary() for name, score in scores.items()}),
+    )
+    for peer in peers:
+        for name in (name for name in scores if name.startswith((CPU, "adaptive"))):
+            if (found := scores[peer.name].over(scores[name])) is not None:
+                note = f"iterations; the peer has {peer.precision}"
+                bench.target(Limit.at_least(f"{peer.name} over attached {name}", found, 1.0, note))
 
 
 def compete(
-    bench: Bench, contenders: Sequence[Contender], batches: Sequence[Batch], effort: Effort, peers: Sequence[Kind] = ()
+    bench: Bench,
+    contenders: Sequence[Contender],
+    batches: Sequence[Batch],
+    effort: Effort,
+    peers: Sequence[Kind] = (),
+    left: Callable[[], float] | None = None,
 ) -> None:
     """The contest, with its targets; an update of each of ours is kept as a Chrome trace."""
     kept: dict[str, Timeline] = {}
@@ -142,7 +183,7 @@ def compete(
         kept.update({name: mine[name].timeline() for name in last})
         bench.note(contenders={name: score.summary() for name, score in scores.items()})
 
-    scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), bench.left, on_progress)
+    scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), left or bench.left, on_progress)
     judge(bench, scores, peers)
     folder, traces = bench.out / "timelines", {}
     folder.mkdir(exist_ok=True)

@@ -41,8 +41,9 @@ def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], ti
         console.print(alarm, style="bold red", soft_wrap=True)
     where = run["gpu"] or "EMULATED, no GPU: figures say nothing about one"
     for record in records:
-        if record.figures.get("contenders"):
-            console.print(contenders(record, f"{titles[record.name]} ({where})"))
+        for kind, of in (("contenders", ""), ("attached", ", models attached")):
+            if record.figures.get(kind):
+                console.print(contenders(record, kind, f"{titles[record.name]}{of} ({where})"))
     console.print(targets(records))
     console.print(checks(records, titles))
     missed = sum(t.missed for r in records for t in r.targets)
@@ -75,8 +76,8 @@ def alarms(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def contenders(record: Record, title: str) -> Table:
-    """One contest."""
+def contenders(record: Record, kind: str, title: str) -> Table:
+    """One contest. kind: the figures that it has."""
     figures = record.figures
 
     rows = [
@@ -88,7 +89,7 @@ def contenders(record: Record, title: str) -> Table:
             "on device": f"{score['update']['share_gpu_resident']:.0%}" if score["update"] else "",
             "reserved_bytes": score["reserved_bytes"] or None,
         }
-        for name, score in figures["contenders"].items()
+        for name, score in figures[kind].items()
     ]
     parameters = f"{figures['parameters'] / 1e6:,.1f}M parameters, batch {figures['batch']}"
     return table_of(f"{title}\n{parameters}", rows)
