@@ -24,9 +24,11 @@ experiments: $(STAMP)
 docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# A GPU is hidden from all but tests/cuda: ranks, emulated devices and forks are meant to be on the CPU.
 test: $(COMPLETE)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 2 --dist loadfile --no-loadscope-reorder
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 2 --dist loadfile --no-loadscope-reorder tests --ignore tests/cuda
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
+	$(BIN)/python -m pytest -q -r s -n 2 --dist load tests/cuda
 
 # What takes minutes: documented commands at their smallest size.
 test-slow: $(COMPLETE)
