@@ -28,9 +28,10 @@ NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bflo
 
 
 class Contender:
-    """One way to train. `open` and `close` surround each of its turns."""
+    """One way to train. `open` and `close` surround each of its turns. learns: whether its first iterations differ."""
 
     name: str
+    learns = False
 
     def open(self) -> None:
         """Make ready. Raises torch.OutOfMemoryError if it does not fit, Broken if it does not work here."""
@@ -111,7 +112,7 @@ class Ours(Contender):
 
     def __init__(self, name: str, rig: Rig, policy: Policy, share: float = 0.0) -> None:
         self.name, self.share = name, share
-        self._rig, self._policy = rig, policy
+        self._rig, self._policy, self.learns = rig, policy, isinstance(policy, AdaptivePolicy)
 
     def open(self) -> None:
         self._rig.switch.current = self._policy

@@ -42,12 +42,16 @@ from perfmodel.format import CODED
 
 @dataclass(frozen=True)
 class Effort:
-    """Iterations of one turn, and rounds. updates: iterations that wait for backward before they step."""
+    """Iterations of one turn, and rounds. updates: iterations that wait for backward before they step.
+
+    learning: warm-up before the first turn of an adaptive policy, until it knows the rates and has searched for plans.
+    """
 
     warm_up: int
     timed: int
     updates: int
     rounds: int
+    learning: int = 0
 
 
 SUBGROUPS = {Size.TINY: 8, Size.SMALL: 16, Size.FULL: 50}
@@ -55,7 +59,7 @@ SUBGROUPS = {Size.TINY: 8, Size.SMALL: 16, Size.FULL: 50}
 EFFORTS = {
     Size.TINY: Effort(warm_up=1, timed=1, updates=1, rounds=1),
     Size.SMALL: Effort(warm_up=2, timed=2, updates=2, rounds=2),
-    Size.FULL: Effort(warm_up=2, timed=3, updates=1, rounds=5),
+    Size.FULL: Effort(warm_up=2, timed=3, updates=1, rounds=5, learning=10),
 }
 SLOTS_SHARE = 0.1
 """Of the state: what strides take for their slots, and more."""
@@ -341,7 +345,7 @@ def turn(contender: Contender, batches: Sequence[Batch], effort: Effort, clock: 
         torch.cuda.reset_peak_memory_stats()
     try:
         contender.open()
-        for _ in range(effort.warm_up):
+        for _ in range(effort.warm_up + effort.learning * (contender.learns and not score.rounds)):
             contender.compute(next(cycle))
             contender.step()
         marks, steps = [], []

@@ -23,7 +23,7 @@ from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
 from experiments.check import calibration, suite
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, run_isolated
-from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Kind, Ours, Own, Rig
+from experiments.check.contenders import MASTERS, NOTHING, PLAIN, Contender, Kind, Ours, Own, Rig
 from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, compete, named, run_rounds
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.models import MEDIUM, Batch, fitted
@@ -189,7 +189,7 @@ def test_records_survive_json() -> None:
     assert (again.status, again.targets) == (record.status, record.targets)
 
 
-class Fake:
+class Fake(Contender):
     """A contender whose work takes no time; it has no updates."""
 
     def __init__(self, name: str, fits: bool = True) -> None:

@@ -1,0 +1,154 @@
+"""The CPU lane: turns update one at a time, in their order, from the first that is handed over on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dos import DOSAdam, EmulatedDevice
+from dos.devices.base import HostJob
+from dos.step.host_lane import HostLane, Turn, Turns
+from perfmodel import Lane, Op, Span
+from perfmodel.format import MIXED
+from tests.support.training import FAST, mlp
+
+WAIT_S = 20
+
+
+class Device:
+    """Queues copies or, as an emulated one, does them at once; `send` is called with a subgroup for each."""
+
+    def __init__(self, queues: bool, send: Callable[[int], object]) -> None:
+        self.queues, self.send = queues, send
+
+    def bind_host_thread(self) -> None: ...
+
+    @contextmanager
+    def host_update(self, numel: int, traffic: int, state_format: str) -> Iterator[float]:
+        yield time.perf_counter()
+
+    def copy(self, op: Op, subgroup: int, copies: object, after: object) -> HostJob:
+        self.send(subgroup)
+        return HostJob(Span(Lane.H2D, op, subgroup, 0.0, 0.0))
+
+
+def turn(number: int, prepare: Callable[[], Callable[[], object]]) -> Turn:
+    arena = SimpleNamespace(format=MIXED, streams=False)
+    work: Any = SimpleNamespace(prepare_on_host=prepare, numel=1, uploads=list, subgroup=SimpleNamespace(arena=arena))
+    return Turn(number, work, (), (), Future())
+
+
+def run(lane: Any, given: list[Turn]) -> list[object]:
+    """The turns on a lane; what each came to: a job or an error."""
+    turns = Turns()
+    done = lane.submit(lambda: lane.update(turns))
+    for each in given:
+        turns.give(each)
+    turns.close()
+    done.result(WAIT_S)
+    return [each.done.exception(0) or each.done.result() for each in given]
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_updates_run_one_at_a_time_in_order(queues: bool) -> None:
+    events: list[tuple[str, int]] = []
+
+    def prepare(number: int) -> Callable[[], object]:
+        def update() -> None:
+            events.append(("begin", number))
+            time.sleep(1e-3 * (number % 3))
+            events.append(("end", number))
+
+        time.sleep(1e-3 * (number % 4))  # so that later ones are ready first
+        return update
+
+    device: Any = Device(queues, lambda subgroup: None)
+    lane = HostLane(device)
+    run(lane, [turn(n, lambda n=n: prepare(n)) for n in range(20)])
+    assert events == [(what, number) for number in range(20) for what in ("begin", "end")]
+    assert [span.subgroup for span in sorted(lane.take_spans(), key=lambda span: span.start)] == list(range(20))
+
+
+def test_where_copies_are_queued_the_next_update_waits_for_none() -> None:
+    begun, sent = Event(), list[int]()
+
+    def send(subgroup: int) -> None:
+        if subgroup == 0:
+            assert begun.wait(WAIT_S), "the second update waits until the first has been sent"
+        sent.append(subgroup)
+
+    device: Any = Device(True, send)
+    run(HostLane(device), [turn(0, lambda: list), turn(1, lambda: begun.set)])
+    assert sorted(sent) == [0, 1]
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("moment", ["prepare", "update"])
+def test_the_first_failure_fails_all_after_it(queues: bool, moment: str) -> None:
+    def fail() -> Any:
+        raise ValueError("the second")
+
+    device: Any = Device(queues, lambda subgroup: None)
+    updated = list[int]()
+    given = [turn(n, lambda n=n: lambda: updated.append(n)) for n in range(6)]
+    given[1] = turn(1, fail if moment == "prepare" else lambda: fail)
+    first, *others = run(HostLane(device), given)
+    assert isinstance(first, HostJob)
+    assert updated == [0]
+    assert {str(each) for each in others} == {"the second"}
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_a_failed_upload_fails_what_has_not_begun(queues: bool) -> None:
+    def send(subgroup: int) -> None:
+        if subgroup == 1:
+            raise ValueError("the link")
+
+    device: Any = Device(queues, send)
+    updated = list[int]()
+    ends = run(HostLane(device), [turn(n, lambda n=n: lambda: updated.append(n)) for n in range(8)])
+    assert isinstance(ends[0], HostJob)
+    assert str(ends[1]) == "the link"
+    assert updated in ([0, 1], [0, 1, 2], [0, 1, 2, 3]), "one thread may be about to begin, and one has begun"
+    assert {str(each) for each in ends[len(updated) :]} == {"the link"}
+
+
+class Held(EmulatedDevice):
+    """Lets state go home only once the host has begun an update, but for the first few."""
+
+    def __init__(self) -> None:
+        super().__init__(FAST, capacity=10**7)
+        self.updating, self.flushed = Event(), 0
+
+    def copy(self, op: Op, *args: Any, **settings: Any) -> Any:
+        if op is Op.FLUSH:
+            self.flushed += 1
+            if self.flushed > 3:
+                assert self.updating.wait(5), "no update on the host begins until all of the step is issued"
+        return super().copy(op, *args, **settings)
+
+    @contextmanager
+    def host_update(self, *args: Any) -> Iterator[float]:
+        self.updating.set()
+        with super().host_update(*args) as start:
+            yield start
+
+
+def test_the_host_begins_while_the_step_is_still_issued() -> None:
+    model, device = mlp(), Held()
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
+    for _ in range(3):
+        device.updating.clear()
+        device.flushed = 0
+        model(torch.ones(8, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert device.flushed > 5
