@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
 from dos.machine.threads import leave_a_core
+from dos.step.futures import reject, resolve
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span
 
@@ -36,64 +37,82 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """The turns of one step, in their order; they may be taken while others are still handed over."""
+    """The turns of one step, taken by several threads while others are still handed over.
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[int, Turn] | None] = SimpleQueue()
-        self._given = 0
+    They update one at a time, in their order.
 
-    def give(self, turn: Turn) -> None:
-        """Hand over the next one."""
-        self._queue.put((self._given, turn))
-        self._given += 1
-
-    def close(self) -> None:
-        """Say that there are no more. May be called again."""
-        self._queue.put(None)
-
-    def take(self) -> tuple[int, Turn] | None:
-        """The next turn with its place among all, once it is handed over; None: there are no more. Blocks."""
-        found = self._queue.get()
-        if found is None:
-            self._queue.put(None)  # for the other thread
-        return found
-
-
-class _Order:
-    """Lets turns that several threads take update one at a time, in their order. error: the first, or None."""
+    error: the first that a turn or the step met; no turn begins after it. whole: whether all of the step was issued.
+    """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        self._next = 0
+        self.whole = False
         self._changed = Condition()
+        self._waiting: deque[Turn] = deque()
+        self._closed = False
+        self._given = self._taken = self._updated = self._ended = 0
 
-    def wait(self, place: int) -> None:
-        """Block until all turns before this have updated. Raises the error of one of them."""
+    def give(self, turn: Turn) -> None:
+        """Hand over the next one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next == place)
-            if self.error is not None:
-                raise self.error
+            self._waiting.append(turn)
+            self._given += 1
+            self._changed.notify_all()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Say that there are no more. error: why the step has failed."""
+        with self._changed:
+            self._closed, self.whole = True, error is None
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Block until all turns that were given have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended == self._given)
+
+    def take(self) -> tuple[int, Turn] | None:
+        """Return the next turn with its place among all, once it is handed over; None: there are no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return None
+            self._taken += 1
+            return self._taken - 1, self._waiting.popleft()
 
     @contextmanager
-    def keep(self, place: int) -> Iterator[None]:
-        """The turn updates within, or fails; then it is the next one's."""
+    def place(self, place: int) -> Iterator[None]:
+        """Within, the turn at a place prepares and updates, or fails; then the next may update."""
+        error: BaseException | None = None
         try:
+            self.check()
             yield
-        except BaseException as error:
-            self._end(place, error)
+        except BaseException as failure:
+            error = failure
             raise
-        self._end(place, None)
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: self._updated == place)
+                self.error = self.error or error
+                self._updated += 1
+                self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Let all turns fail that have not begun to update."""
+    def wait_for(self, place: int) -> None:
+        """Block until all turns before this place have updated. Raises the error of the first that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._updated == place)
+            self.check()
+
+    def check(self) -> None:
+        """Raise the error if there is one."""
+        if self.error is not None:
+            raise self.error
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Say that a turn has ended, or failed."""
         with self._changed:
             self.error = self.error or error
-
-    def _end(self, place: int, error: BaseException | None) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._next == place)
-            self.error = self.error or error
-            self._next += 1
+            self._ended += 1
             self._changed.notify_all()
 
 
@@ -111,6 +130,7 @@ class HostLane:
 
     def renew(self) -> None:
         """Threads from the next `submit` on; a forked child does not inherit those there were."""
+        self._sending = Lock()
         # One worker: `drain` takes the end of an empty job for that of all before it, and gradients add up in order.
         self._thread = self._new_thread()
         self._other = self._new_thread() if self._device.queues else None
@@ -132,30 +152,30 @@ class HostLane:
 
         Where two threads take them, the update after a failed upload may have begun.
         """
-        order, other = _Order(), None
+        other = None
         if self._other is not None:
             with suppress(RuntimeError):  # the interpreter ends, and starts nothing more: this thread does it all
-                other = self._other.submit(self._take, turns, order)
-        self._take(turns, order)
-        if other is not None:
-            other.result()
+                other = self._other.submit(self._take, turns)
+        try:
+            self._take(turns)
+        finally:
+            if other is not None:
+                with suppress(BrokenExecutor):  # it could not start, and has taken none
+                    other.result()
 
-    def _take(self, turns: Turns, order: _Order) -> None:
+    def _take(self, turns: Turns) -> None:
         while (found := turns.take()) is not None:
             place, turn = found
             try:
-                with order.keep(place):
+                with turns.place(place):
                     update = self._prepare(turn)
-                    order.wait(place)
+                    turns.wait_for(place)
                     span = self._update(turn, update)
-                upload = self._send(turn, span)
-                # The thread that issues the step may have failed meanwhile, and have said so to all who wait.
-                if not turn.done.done():
-                    turn.done.set_result(upload)
+                resolve(turn.done, self._send(turn, span))
+                turns.end()
             except BaseException as error:
-                order.fail(error)
-                if not turn.done.done():
-                    turn.done.set_exception(order.error)
+                turns.end(error)
+                reject(turn.done, turns.error or error)
 
     def _prepare(self, turn: Turn) -> Callable[[], None]:
         for job in turn.ready:
@@ -176,8 +196,9 @@ class HostLane:
             # next fetch wait for whatever else is queued there.
             return HostJob(span)
         self._spans.append(span)
-        # Whatever the caller queued before the step still reads the old parameters.
-        return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
+        with self._sending:  # else the start and the end of one copy would enclose another
+            # Whatever the caller queued before the step still reads the old parameters.
+            return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
 
 
 class InPlaceLane:

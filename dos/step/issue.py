@@ -14,6 +14,7 @@ from dos.devices.base import HostJob
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
+from dos.step.futures import reject, resolve
 from dos.step.host_lane import Turn
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit
@@ -176,8 +177,7 @@ class Step:
     def fail(self, error: Exception) -> None:
         """Fail what will not be issued any more, so that no caller waits for it."""
         for future in self.done.values():
-            if not future.done():
-                future.set_exception(error)
+            reject(future, error)
 
     def _streams(self, task: Task) -> bool:
         """Whether the weights of the task's subgroup are on the host."""
@@ -237,10 +237,10 @@ class Step:
 
         def run() -> None:
             try:
-                later.set_result(issue([job for job in map(on_device, after) if job is not None]))
+                resolve(later, issue([job for job in map(on_device, after) if job is not None]))
             except BaseException as error:
                 # No caller waits on the disk's thread. It is raised where the job is waited for.
-                later.set_exception(error)
+                reject(later, error)
 
         disk.reading.submit(run)
         return Promise(later)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
@@ -79,6 +79,8 @@ class Ledger:
         self._queued: deque[Step] = deque()
         self._lane_done: Future[None] | None = None
         """The host's part of the step; None: it has none."""
+        self._turns: Turns | None = None
+        """Of a step that is being issued."""
         self._in_place: dict[Subgroup, Future[None]] = {}
         self._beside = InPlaceLane()
         self._numbers = itertools.count()
@@ -373,6 +375,7 @@ class Ledger:
         self.exposed = False
         # User code may write to its views until a step begins, so that none need be mapped anew any more.
         self.stores.homes.shown.clear()
+        turns = Turns()
         try:
             self._follow_parameters(plan, subjects, found)
             found, begun = self._inherit(plan, subjects, found)
@@ -384,19 +387,35 @@ class Ledger:
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
             schedule = schedule_step(granted, workload, found, tasks)
             self.step = step = Step(self.device, self.stores, schedule, subjects, begun, iteration)
-            self._lane_done = None
-            with self._host_lane(step) as give:
-                step.issue(give)
+            self._lane_done, self._turns = None, turns
+
+            def begin() -> None:
+                if self._lane_done is None:
+                    self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
+
+            def give(turn: Turn) -> None:
+                turns.give(turn)
+                begin()
+
+            # The host updates what it can while the rest is issued.
+            step.issue(give)
+            # Without any of these the host has no part in the step, so that the next one may be queued behind it.
+            if step.leaving or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
+                begin()
+            turns.close()
         except BaseException as error:
             failure = self._guard.failure(error)
+            turns.close(failure)
             if self.step is not None:
                 self.step.fail(failure)  # part of the step is under way; nothing may wait for the rest
+            self._turns = None
             # Once this has raised, user code frees gradients and loads checkpoints: nothing that was issued may run
             # then.
             self.drain()
             if isinstance(error, Exception):
                 raise failure from error
             raise
+        self._turns = None
 
     def _follow_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Let masters that the host updates follow parameters to which user code wrote since the last step."""
@@ -413,33 +432,11 @@ class Ledger:
             elif found[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[found[i].state].fetch(subgroup))  # from where it comes here first
 
-    @contextlib.contextmanager
-    def _host_lane(self, step: Step) -> Iterator[Callable[[Turn], None]]:
-        """Let the host's part of the step run from the first turn on that is given; all have been when this ends.
-
-        To issue the rest takes as long as many an update: 50 ms of 240 on an H200, for 1.3 billion parameters.
-        """
-        turns = Turns()
-
-        def begin() -> None:
-            if self._lane_done is None:
-                self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
-
-        def give(turn: Turn) -> None:
-            turns.give(turn)
-            begin()
-
-        try:
-            yield give
-            # Without any of these the host has no part in the step, so that the next one may be queued behind it.
-            if step.leaving or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
-                begin()
-        finally:
-            turns.close()
-
     def _run_host_lane(self, turns: Turns, step: Step) -> None:
         """Run the host's part of a step: update, then release memory that only the step needed."""
         self.lane.update(turns)
+        if not turns.whole:
+            return  # what failed while it was issued may still use that memory, and is not among the jobs
         # Memory is released below. The device may still read and write there, though the host's updates have ended.
         for job in step.last.values():
             with contextlib.suppress(Exception):  # raised by `settle`, which waits for the same jobs
@@ -627,7 +624,12 @@ class Ledger:
         if not self._open:
             return
         disk = self.stores.disk
-        for thread in (self.lane, *(() if disk is None else (disk.reading, disk.writing))):
+        threads = [self.lane, *(() if disk is None else (disk.reading, disk.writing))]
+        if self._turns is not None and self._lane_done is not None:
+            # User code forks while this thread issues a step, as in a signal handler: the lane waits for more turns.
+            self._turns.wait()
+            threads.remove(self.lane)
+        for thread in threads:
             with contextlib.suppress(Exception):
                 thread.submit(lambda: None).result()
         for op in LANE_OF:  # in-order streams, so what is issued last ends last

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,6 +17,8 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices.base import HostJob
+from dos.state.device_store import DeviceStore
+from dos.step.futures import reject, resolve
 from dos.step.host_lane import HostLane, Turn, Turns
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
@@ -152,3 +156,78 @@ def test_the_host_begins_while_the_step_is_still_issued() -> None:
         optimizer.step()
         optimizer.synchronize()
         assert device.flushed > 5
+
+
+class Failing(EmulatedDevice):
+    """Fails or does something else with the last copies of state, once the host has updated something."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(FAST, capacity=10**7)
+        self.act, self.flushed, self.updated = act, 0, 0
+        self.updating = Event()
+
+    def copy(self, op: Op, *args: Any, **settings: Any) -> Any:
+        self.flushed += op is Op.FLUSH
+        if op is Op.FLUSH and self.flushed == 5:
+            assert self.updating.wait(WAIT_S)
+            self.act()
+        return super().copy(op, *args, **settings)
+
+    @contextmanager
+    def host_update(self, *args: Any) -> Iterator[float]:
+        self.updating.set()
+        self.updated += 1
+        with super().host_update(*args) as start:
+            yield start
+
+
+def step(device: EmulatedDevice) -> DOSAdam:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
+    model(torch.ones(8, 24)).square().mean().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_nothing_more_is_updated_once_issuing_has_failed_and_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = list[str]()
+    free = DeviceStore.free_slots
+
+    def noted(store: DeviceStore) -> None:
+        freed.append(threading.current_thread().name)
+        free(store)
+
+    monkeypatch.setattr(DeviceStore, "free_slots", noted)
+
+    def fail() -> None:
+        raise ValueError("the link")
+
+    device = Failing(fail)
+    with pytest.raises(RuntimeError, match="the link"):
+        step(device)
+    assert 1 <= device.updated <= 3, "only what had begun"
+    assert not any(name.startswith("dos-cpu") for name in freed), "what was being issued may still use them"
+
+
+def test_a_fork_while_a_step_is_issued_waits_for_the_turns_that_were_given() -> None:
+    children = list[int]()
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        children.append(os.waitpid(child, 0)[1])
+
+    device = Failing(fork)
+    step(device).synchronize()
+    assert children == [0]
+    assert device.updated > 3
+
+
+def test_an_answer_that_comes_late_is_no_error() -> None:
+    """The thread that issues a step fails all of it while the lane ends a turn."""
+    future: Future[int] = Future()
+    resolve(future, 1)
+    reject(future, ValueError())
+    resolve(future, 2)
+    assert future.result() == 1
