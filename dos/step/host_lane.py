@@ -181,6 +181,8 @@ class HostLane:
         for job in turn.ready:
             # The staged gradient, and the state, are read from here on.
             job.wait()
+        if self._other is None:  # within the time of the update, as when its rate is measured: nothing runs beside it
+            return lambda: turn.work.prepare_on_host()()
         return turn.work.prepare_on_host()
 
     def _update(self, turn: Turn, update: Callable[[], None]) -> Span:
