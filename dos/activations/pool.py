@@ -1,4 +1,4 @@
-"""One pinned region of host memory: `ActivationOffload` takes blocks of it for the saved tensors that it moves."""
+"""A pinned region of host memory, of which `ActivationOffload` takes a block for each saved tensor that it moves."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Turns:
         self._changed = Condition()
         self._waiting: deque[Turn] = deque()
         self._closed = False
-        self._given = self._taken = self._updated = self._ended = 0
+        self._given = self._updated = self._ended = 0
 
     def give(self, turn: Turn) -> None:
         """Hand over the next one."""
@@ -77,8 +77,7 @@ class Turns:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
-            self._taken += 1
-            return self._taken - 1, self._waiting.popleft()
+            return self._given - len(self._waiting), self._waiting.popleft()
 
     @contextmanager
     def place(self, place: int) -> Iterator[None]:

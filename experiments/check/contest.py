@@ -163,11 +163,7 @@ def compete_attached(
         bench.left,
         lambda scores: bench.note(attached={name: score.summary() for name, score in scores.items()}),
     )
-    for peer in peers:
-        for name in (name for name in scores if name.startswith((CPU, "adaptive"))):
-            if (found := scores[peer.name].over(scores[name])) is not None:
-                note = f"iterations; the peer has {peer.precision}"
-                bench.target(Limit.at_least(f"{peer.name} over attached {name}", found, 1.0, note))
+    judge_peers(bench, scores, peers, [name for name in scores if name.startswith((CPU, "adaptive"))], "attached ")
 
 
 def compete(
@@ -213,11 +209,7 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind]) -> N
         found = between(named(1.0), adamw)
         note = scores[adamw].dropped if found is None else named(1.0)
         bench.target(Limit.at_most(f"iteration over {adamw}", found, 1.02, note))
-    for peer in peers:
-        for name in (named(0.5), CPU, named(SLOTS_SHARE)):
-            if (found := between(peer.name, name)) is not None:
-                note = f"iterations; the peer has {peer.precision}"
-                bench.target(Limit.at_least(f"{peer.name} over {name}", found, 1.0, note))
+    judge_peers(bench, scores, peers, (named(0.5), CPU, named(SLOTS_SHARE)))
     updates = {name: score.typical() for name, score in scores.items() if score.updates}
     ours = {named(share): share for share in SHARES if named(share) in updates}
     bounds = {n: updates[n]["exposed_s"] / updates[n]["bound_s"] for n in ours if updates[n].get("bound_s")}
@@ -234,6 +226,17 @@ def judge(bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind]) -> N
     }
     worst("adaptive over any fixed policy that needs no more memory", compared, 1 + NOISE)
     bench.note(over_bound=bounds, prediction_errors=errors, adaptive_over_fixed=compared)
+
+
+def judge_peers(
+    bench: Bench, scores: Mapping[str, Score], peers: Sequence[Kind], names: Sequence[str], how: str = ""
+) -> None:
+    """Targets of each peer against ours by their names. how: they train."""
+    for peer in peers:
+        for name in names:
+            if {peer.name, name} <= scores.keys() and (found := scores[peer.name].over(scores[name])) is not None:
+                note = f"iterations; the peer has {peer.precision}"
+                bench.target(Limit.at_least(f"{peer.name} over {how}{name}", found, 1.0, note))
 
 
 @dataclass

@@ -162,7 +162,11 @@ def test_compiled_for_rocm_it_has_the_operations_of_the_formula(
     monkeypatch.setattr(torch.version, "hip", "6.4")
     code = compile_for_gpu(STEP, torch.bfloat16, torch.bfloat16, None, True, coded, 0, 2).asm["llir"]
     assert re.search(r" fdiv .*\n", code)
-    assert re.search(r"@llvm\.(sqrt|amdgcn\.rsq)", code), "Triton 3.6 writes it out, from the reciprocal"
+    if "@llvm.amdgcn.rsq" in code:  # Triton 3.6 writes it out, from an estimate that fused multiply-adds correct
+        estimates = len(re.findall(r"call float @llvm\.amdgcn\.rsq\.f32", code))
+        assert estimates == 2 * len(re.findall(r"@llvm\.fma\.v2f32\(.*splat \(float 5\.000000e-01\)\)", code)) > 0
+    else:
+        assert "@llvm.sqrt" in code
     # Written as it is, what rounds is rounded correctly: no approximation is allowed, nothing fused, nothing flushed.
     assert not re.search(r"\basm\b|\bcontract\b|\bfast\b|\bafn\b|!fpmath|preserve-sign", code)
 

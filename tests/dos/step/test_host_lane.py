@@ -125,43 +125,10 @@ def test_a_failed_upload_fails_what_has_not_begun(queues: bool) -> None:
     assert {str(each) for each in ends[len(updated) :]} == {"the link"}
 
 
-class Held(EmulatedDevice):
-    """Lets state go home only once the host has begun an update, but for the first few."""
+class Waiting(EmulatedDevice):
+    """Issues the fifth copy of state home of a step once the host has begun an update. act: is called then."""
 
-    def __init__(self) -> None:
-        super().__init__(FAST, capacity=10**7)
-        self.updating, self.flushed = Event(), 0
-
-    def copy(self, op: Op, *args: Any, **settings: Any) -> Any:
-        if op is Op.FLUSH:
-            self.flushed += 1
-            if self.flushed > 3:
-                assert self.updating.wait(5), "no update on the host begins until all of the step is issued"
-        return super().copy(op, *args, **settings)
-
-    @contextmanager
-    def host_update(self, *args: Any) -> Iterator[float]:
-        self.updating.set()
-        with super().host_update(*args) as start:
-            yield start
-
-
-def test_the_host_begins_while_the_step_is_still_issued() -> None:
-    model, device = mlp(), Held()
-    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
-    for _ in range(3):
-        device.updating.clear()
-        device.flushed = 0
-        model(torch.ones(8, 24)).square().mean().backward()
-        optimizer.step()
-        optimizer.synchronize()
-        assert device.flushed > 5
-
-
-class Failing(EmulatedDevice):
-    """Fails or does something else with the last copies of state, once the host has updated something."""
-
-    def __init__(self, act: Callable[[], object]) -> None:
+    def __init__(self, act: Callable[[], object] = lambda: None) -> None:
         super().__init__(FAST, capacity=10**7)
         self.act, self.flushed, self.updated = act, 0, 0
         self.updating = Event()
@@ -169,7 +136,7 @@ class Failing(EmulatedDevice):
     def copy(self, op: Op, *args: Any, **settings: Any) -> Any:
         self.flushed += op is Op.FLUSH
         if op is Op.FLUSH and self.flushed == 5:
-            assert self.updating.wait(WAIT_S)
+            assert self.updating.wait(5), "no update on the host begins until all of the step is issued"
             self.act()
         return super().copy(op, *args, **settings)
 
@@ -179,6 +146,18 @@ class Failing(EmulatedDevice):
         self.updated += 1
         with super().host_update(*args) as start:
             yield start
+
+
+def test_the_host_begins_while_the_step_is_still_issued() -> None:
+    model, device = mlp(), Waiting()
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=device)
+    for _ in range(3):
+        device.updating.clear()
+        device.flushed = 0
+        model(torch.ones(8, 24)).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert device.flushed > 5
 
 
 def step(device: EmulatedDevice) -> DOSAdam:
@@ -202,7 +181,7 @@ def test_nothing_more_is_updated_once_issuing_has_failed_and_slots_stay(monkeypa
     def fail() -> None:
         raise ValueError("the link")
 
-    device = Failing(fail)
+    device = Waiting(fail)
     with pytest.raises(RuntimeError, match="the link"):
         step(device)
     assert 1 <= device.updated <= 3, "only what had begun"
@@ -218,7 +197,7 @@ def test_a_fork_while_a_step_is_issued_waits_for_the_turns_that_were_given() -> 
             os._exit(0)
         children.append(os.waitpid(child, 0)[1])
 
-    device = Failing(fork)
+    device = Waiting(fork)
     step(device).synchronize()
     assert children == [0]
     assert device.updated > 3
