@@ -50,7 +50,8 @@ def instruction_sets() -> list[str]:
 class AdamBatch:
     """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    What the runs write to is held and checked here; gradients are not held, and :meth:`point` says where they are.
+    The arrays are checked here and not held: their memory must last until the last update has ended. A gradient may be
+    elsewhere in each, and :meth:`point` says where.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
@@ -61,7 +62,6 @@ class AdamBatch:
     def __init__(self, runs: Sequence[AdamArrays]) -> None:
         for run in runs:
             _check_run(run, runs[0].param.device)
-        self._held = [run[1:] for run in runs]
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
         rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
@@ -135,7 +135,7 @@ def prepare(
     first = batches[0]
     table = first._table if len(batches) == 1 else np.concatenate([batch._table for batch in batches])
     if first._gpu is not None:
-        return first._gpu.prepare(steps, table, [run for batch in batches for run in batch._held])
+        return first._gpu.prepare(steps, table)
     scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
 
     def update_together() -> None:

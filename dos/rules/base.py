@@ -27,7 +27,10 @@ class Run(NamedTuple):
 
 
 class Batch(Protocol):
-    """The updates of some runs, the same ones step after step. It holds what they write to, and no gradients."""
+    """The updates of some runs, the same ones step after step. It has addresses, and holds none of their memory.
+
+    A step that finds state elsewhere has another batch made. That memory may be a slot, which is freed after each step.
+    """
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[Any]) -> None:
         """Say where the gradients of the next update are, one for each run; 0: there is none, and no update.

@@ -77,7 +77,6 @@ class DeviceStore:
 
     def drop(self, subgroup: Subgroup) -> None:
         """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
-        subgroup.batches.clear()  # which hold that memory
         self.device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:

@@ -56,8 +56,8 @@ class Subgroup:
     """A contiguous run of an arena, updated as one unit.
 
     start, stop: within the arena.
-    batches: what was made for its updates, by place, with what that holds for; to be cleared when
-        the memory of a parameter is another.
+    batches: its updates by place, with the addresses for which each was made; to be cleared when the memory of a
+        parameter is another.
     newest: the pieces whose newest parameters are staged on the host. Of use where masters are split,
         which the host updates from there.
     """

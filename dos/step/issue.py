@@ -273,7 +273,6 @@ class Step:
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         """Of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
-        lasting = self._stores.device.has(first)
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
         # User code may free gradients as soon as step() has returned: the device holds them until the update has read
         # them.
@@ -282,7 +281,7 @@ class Step:
 
         def launch(after: Sequence[Job]) -> Job:
             # Before the device notes the start: what the host spends on this would count as the kernel's time.
-            update = prepare_updates(updates, lasting=lasting)
+            update = prepare_updates(updates)
             return self._device.launch(i, update, task.size, after, reads, name)
 
         job = self._issue(task.stream, launch, after)

@@ -162,14 +162,12 @@ class SubgroupUpdate:
         assert staged is not None, "accelerated parameters have a master"
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
-    def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> Batch:
+    def prepare(self, state: State, gradient_buffer: Tensor | None = None) -> Batch:
         """The update of `state`, and of the parameters in the memory where it is, whose masters have yet to `follow`.
 
         gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
-        lasting: whether later steps find state in the same place.
         """
-        # The next step may have the weights in another slot.
-        batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
+        batch = self._batch("with parameters", state, self.weights)
         if gradient_buffer is None:
             self._point(batch)
         else:
@@ -196,7 +194,7 @@ class SubgroupUpdate:
         if state.rest is not None:
             for piece in self._with_rests():
                 correct_rest(state.rest[piece.run], self._staged(piece))
-        batch = self._batch("at home", state, lasting=self.at_home)
+        batch = self._batch("at home", state, self.on_host.parameter)
         if self.offloaded:
             self._point(batch)
         else:
@@ -271,16 +269,16 @@ class SubgroupUpdate:
         batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
-    def _batch(self, place: str, state: State, *, lasting: bool = True) -> Batch:
-        """The update of all pieces in one place, which is remembered where that lasts."""
-        # By address: users may move the memory of a state that they have, such as by `share_memory_`.
-        addresses = [tensor.data_ptr() for tensor in state.tensors()]
+    def _batch(self, place: str, state: State, beside: Tensor | None) -> Batch:
+        """The update of all pieces in one place, made anew where that has moved. beside: parameters in other memory."""
+        # By address: a slot is mostly where it was in the last step, and users may move the memory of a state that they
+        # have, such as by `share_memory_`.
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*state.tensors(), beside)]
         known, batch = self.subgroup.batches.get(place, (None, None))
         if batch is None or known != addresses:
             runs = [self._run(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
             batch = self.subgroup.arena.rule.batch(runs)
-            if lasting:
-                self.subgroup.batches[place] = addresses, batch
+            self.subgroup.batches[place] = addresses, batch
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
@@ -325,13 +323,12 @@ class Placed(NamedTuple):
 
 
 @torch.no_grad()
-def prepare_updates(updates: Sequence[Placed], *, lasting: bool = True) -> Callable[[], None]:
+def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
     """Prepare the update of subgroups together where their parameters are, with their states there.
 
     Returns what updates them. Preparing takes the host milliseconds, and reads no memory that other work writes.
-    lasting: whether later steps find the states in the same places.
     """
-    batches = [each.update.prepare(each.state, each.gradient_buffer, lasting=lasting) for each in updates]
+    batches = [each.update.prepare(each.state, each.gradient_buffer) for each in updates]
     first = updates[0].update
     update_together = first.subgroup.arena.rule.prepare(batches, first.settings)
 

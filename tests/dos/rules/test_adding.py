@@ -66,6 +66,16 @@ class WholeTensors:
         return [(run, address, dtype, settings[i]) for run, (address, dtype), i in each if address]
 
 
+def unheld(run: Run) -> Run:
+    """The same memory, which the batch of a run must not keep."""
+
+    def at(tensor: Tensor) -> Tensor:
+        return tensor_at(tensor.data_ptr(), len(tensor), tensor.dtype, tensor.device)
+
+    fields = {name: at(tensor) for name, tensor in run.fields.items()}
+    return run._replace(updated=at(run.updated), fields=fields, out=None if run.out is None else at(run.out))
+
+
 @dataclass(frozen=True)
 class Momentum:
     """Settings are those of DOSAdam's groups; the first of `betas` is the momentum."""
@@ -109,7 +119,7 @@ class Momentum:
         return Settings(group["lr"], group["betas"][0], group["weight_decay"], scale)
 
     def batch(self, runs: Sequence[Run]) -> WholeTensors:
-        return WholeTensors(runs)
+        return WholeTensors([unheld(run) for run in runs])
 
     def prepare(self, batches: Sequence[WholeTensors], settings: Sequence[Settings]) -> Callable[[], None]:
         updates = [update for batch in batches for update in batch.updates(settings)]
