@@ -26,13 +26,13 @@ bfloat16 gradient) and not 28.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
+from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, PARAM, STEP, AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
 from dos.machine.threads import kernel_threads
@@ -50,8 +50,8 @@ def instruction_sets() -> list[str]:
 class AdamBatch:
     """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    The arrays are checked here and not held: their memory must last until the last update has ended. A gradient may be
-    elsewhere in each, and :meth:`point` says where.
+    The arrays are checked here and not held: their memory must last until the update has ended. Of the next one it may
+    be elsewhere, which :meth:`follow` is told; and :meth:`point` says where each update finds its gradients.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
@@ -67,6 +67,13 @@ class AdamBatch:
         rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Follow arrays to other memory. moves: from which address, to which, and how many bytes have moved."""
+        columns = self._table[:, PARAM:GRAD_TYPE]
+        before = columns.copy()  # an array may be where another one was
+        for source, destination, nbytes in moves:
+            columns[(before >= source) & (before < source + nbytes)] += destination - source
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Say where the gradients of the next update are, one for each run, 0 for none: that run is left as it is.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -27,10 +27,13 @@ class Run(NamedTuple):
 
 
 class Batch(Protocol):
-    """The updates of some runs, the same ones step after step. It has addresses, and holds none of their memory.
+    """The updates of some runs, the same ones step after step, by address: it must not hold their memory.
 
-    A step that finds state elsewhere has another batch made. That memory may be a slot, which is freed after each step.
+    That may be a slot of the device, which is freed after each step.
     """
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Follow memory of the runs to another address. moves: from where, to where, and how many bytes."""
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[Any]) -> None:
         """Say where the gradients of the next update are, one for each run; 0: there is none, and no update.

@@ -56,7 +56,7 @@ class Subgroup:
     """A contiguous run of an arena, updated as one unit.
 
     start, stop: within the arena.
-    batches: its updates by place, with the addresses for which each was made; to be cleared when the memory of a
+    batches: its updates by place, with the addresses to which each has followed; to be cleared when the memory of a
         parameter is another.
     newest: the pieces whose newest parameters are staged on the host. Of use where masters are split,
         which the host updates from there.
@@ -66,7 +66,7 @@ class Subgroup:
     start: int
     stop: int
     pieces: tuple[Piece, ...]
-    batches: dict[str, Any] = field(default_factory=dict)
+    batches: dict[tuple[str, int], tuple[Any, list[int]]] = field(default_factory=dict)
     newest: set[Piece] = field(default_factory=set)
 
     @property

@@ -270,15 +270,18 @@ class SubgroupUpdate:
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
     def _batch(self, place: str, state: State, beside: Tensor | None) -> Batch:
-        """The update of all pieces in one place, made anew where that has moved. beside: parameters in other memory."""
-        # By address: a slot is mostly where it was in the last step, and users may move the memory of a state that they
-        # have, such as by `share_memory_`.
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*state.tensors(), beside)]
-        known, batch = self.subgroup.batches.get(place, (None, None))
-        if batch is None or known != addresses:
+        """The update of all pieces in one place. beside: their parameters, where these are in such memory, too."""
+        memory = [*state.tensors()] if beside is None else [*state.tensors(), beside]
+        # By address: each step may have another slot, and users may move the memory of a state that they have, such as
+        # by `share_memory_`.
+        addresses = [tensor.data_ptr() for tensor in memory]
+        batch, known = self.subgroup.batches.get((place, len(memory)), (None, []))
+        if batch is None:
             runs = [self._run(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
             batch = self.subgroup.arena.rule.batch(runs)
-            self.subgroup.batches[place] = addresses, batch
+        elif known != addresses:
+            batch.follow(zip(known, addresses, [tensor.nbytes for tensor in memory], strict=True))
+        self.subgroup.batches[place, len(memory)] = batch, addresses
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:

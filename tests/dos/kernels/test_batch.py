@@ -138,6 +138,20 @@ def test_a_table_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch
     assert sent.send(rows) is not first
 
 
+def test_a_batch_follows_its_arrays_to_other_memory() -> None:
+    """Each goes to where the next one was, as when state passes through a slot that begins elsewhere."""
+    expected = random_arrays(64, STEP, torch.float32, torch.float32, None, seed=0)[:4]
+    memory = torch.zeros(5, 64)
+    batch = AdamBatch([AdamArrays(*memory[:4])])
+    batch.follow([(memory[i].data_ptr(), memory[i + 1].data_ptr(), memory[i].nbytes) for i in range(4)])
+    torch.stack(expected, out=memory[1:])  # type: ignore[arg-type]
+    batch.point([memory[1].data_ptr()])
+    for _ in range(2):
+        batch.update(STEP)
+        adam_update(AdamArrays(*expected), step=STEP)  # type: ignore[arg-type]
+    assert_same_bits(list(memory), [torch.zeros(64), *expected])
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 def test_memory_is_not_held(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that a subgroup keeps would keep the slot from being freed through which its state has passed."""

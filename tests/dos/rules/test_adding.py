@@ -6,7 +6,7 @@ One that stays has these lines in dos/rules, its arithmetic in dos/kernels, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -51,9 +51,22 @@ class WholeTensors:
     """A batch of whole parameters."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
+        self.runs = list(runs)
+        self.follow(())
         self.gradients: list[tuple[int, torch.dtype]] = []
         self.which: Sequence[int] = ()
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        moved = list(moves)
+
+        def at(tensor: Tensor) -> Tensor:
+            address = tensor.data_ptr()
+            address += sum(to - start for start, to, nbytes in moved if start <= address < start + nbytes)
+            return tensor_at(address, len(tensor), tensor.dtype, tensor.device)
+
+        for number, (updated, fields, out, shaped) in enumerate(self.runs):
+            here = {name: at(tensor) for name, tensor in fields.items()}
+            self.runs[number] = Run(at(updated), here, None if out is None else at(out), shaped)
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self.gradients = list(zip(addresses, dtypes, strict=True))
@@ -64,16 +77,6 @@ class WholeTensors:
     def updates(self, settings: Sequence[Settings]) -> list[tuple[Run, int, torch.dtype, Settings]]:
         each = zip(self.runs, self.gradients, self.which, strict=True)
         return [(run, address, dtype, settings[i]) for run, (address, dtype), i in each if address]
-
-
-def unheld(run: Run) -> Run:
-    """The same memory, which the batch of a run must not keep."""
-
-    def at(tensor: Tensor) -> Tensor:
-        return tensor_at(tensor.data_ptr(), len(tensor), tensor.dtype, tensor.device)
-
-    fields = {name: at(tensor) for name, tensor in run.fields.items()}
-    return run._replace(updated=at(run.updated), fields=fields, out=None if run.out is None else at(run.out))
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Momentum:
         return Settings(group["lr"], group["betas"][0], group["weight_decay"], scale)
 
     def batch(self, runs: Sequence[Run]) -> WholeTensors:
-        return WholeTensors([unheld(run) for run in runs])
+        return WholeTensors(runs)
 
     def prepare(self, batches: Sequence[WholeTensors], settings: Sequence[Settings]) -> Callable[[], None]:
         updates = [update for batch in batches for update in batch.updates(settings)]
