@@ -255,11 +255,13 @@ class Registry:
             self.watching.watch(record.parameter, record.arena.accelerated)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
-        """Put the subgroups in the order in which their parameters, by id, are first used; others come last."""
+        """Put the subgroups in the order in which their parameters, by id, are first used.
+
+        Others come before them: `step()` itself waits for parameters of which no module was seen to wait.
+        """
         rank = {parameter: i for i, parameter in enumerate(first_use)}
-        last = len(rank)
         for subgroups in (self.accelerated, self.on_host):
-            subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), last) for piece in s.pieces))
+            subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), -1) for piece in s.pieces))
         self.reindex()
 
     def written(self, records: Collection[ParameterRecord]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -100,8 +101,6 @@ class Step:
 
     def issue(self, give: Callable[[Turn], object]) -> None:
         """Issue what is not under way yet. give: is handed what the host's lane has to do, as soon as it can begin."""
-        turns: list[Turn] = []
-        ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
         # Other state went through these windows in the last step; only what it kept is found there.
         windows.begin()
@@ -110,33 +109,40 @@ class Step:
                 update.place = windows.of(subgroup)
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. What is issued here waits for backward's end, not for its pieces.
-        jobs: list[Sequence[Job]] = [()] * (under_way - len(self.jobs)) + [(job,) for job in self.jobs]
+        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self.jobs)), ())
+        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self.jobs)}
         # The gradients of this step are complete once the caller's stream has come this far.
-        self.backward = self._device.fence()
-        jobs.append(self.backward)
-        for number in range(under_way + 1, len(tasks)):
-            task = tasks[number]
-            after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
-            if task.stream is Stream.CPU:
+        self.backward = jobs[under_way] = self._device.fence()
+        turns: list[Turn] = []
+        on_host = deque(n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU)
+
+        def hand_over() -> None:
+            """Hand over updates in their order, up to the first that comes behind a task yet to be issued."""
+            while on_host and jobs.keys() >= {*tasks[on_host[0]].after}:
+                number = on_host.popleft()
                 # The host has come past the call of step(), and the device may still be behind it:
                 # waiting for the end of backward there would hold up gradients that are here.
-                ready[number] = [job for other in task.after if other != under_way for job in jobs[other]]
-                jobs.append(())
-                if self._streams(task):  # the new parameters go nowhere
-                    turns.append(self._turn(task, ready[number], ()))
-                    jobs[-1] = (Promise(turns[-1].done),)
-                    give(turns[-1])
-            elif task.stream is Stream.PARAMETER:
-                turns.append(self._turn(task, ready[task.after[0]], after))
-                jobs.append((Promise(turns[-1].done),))
+                ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
+                turns.append(self._turn(tasks[number], ready))
+                # New parameters that have to go up do so in a task of their own.
+                jobs[number] = (Promise(turns[-1].done),) if self._streams(tasks[number]) else ()
                 give(turns[-1])
-            else:
+
+        # First, and not as they come in the schedule: the lane would wait while the device is given its work.
+        hand_over()
+        for number in range(under_way + 1, len(tasks)):
+            task = tasks[number]
+            if task.stream is Stream.PARAMETER:
+                jobs[number] = (Promise(self.done[self._of(task)[1]]),)
+            elif task.stream is not Stream.CPU:
                 self._enter(task)
+                after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
-                jobs.append(self.jobs[-1:])
+                jobs[number] = self.jobs[-1:]
                 # Behind these nothing uses slots, or rooms that state leaves. Jobs of the disk use windows alone.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
+            hand_over()
         # Else the gradients' memory would be held until the caller waits for the step.
         for turn in turns:
             turn.work.release()
@@ -183,7 +189,7 @@ class Step:
         """Whether the weights of the task's subgroup are on the host."""
         return task.subgroup is not None and self._subjects[task.subgroup].subgroup.arena.streams
 
-    def _turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> Turn:
+    def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
         done = self.done[subgroup] = Future()
         self.uploads.append(done)
@@ -191,7 +197,7 @@ class Step:
         if reading is not None:
             # A forward that came after these gradients may still fetch the weights that the host overwrites.
             ready = [*ready, reading]
-        return Turn(i, update, ready, after, done)
+        return Turn(i, update, ready, () if subgroup.arena.streams else self.backward, done)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
         """State goes from one store to another; gradients go to the host, or come up to a slot, perhaps with state."""
