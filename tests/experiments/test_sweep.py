@@ -12,7 +12,7 @@ import pytest
 import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
 from experiments.paper.runs import read_runs
-from experiments.paper.sweep.predict import KEYS_OF_RUNS, Predictor
+from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
 from experiments.paper.sweep.report import interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
 from tests.support import ROOT
@@ -94,21 +94,25 @@ def test_the_ready_sweeps_are_the_papers_experiments() -> None:
 # Rows
 
 
-def test_rows_are_written_as_they_are_known(tmp_path: Path, predictor: Predictor) -> None:
+def test_rows_are_written_as_they_are_known(
+    tmp_path: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small, path = read_sweep(written(tmp_path, SMALL)), tmp_path / "small.csv"
-    done: list[int] = []
+    first_three = map(predictor.outcome, small.configurations[:3])
 
-    def stop_after_three() -> None:
-        done.append(1)
-        if len(done) == 3:
+    def outcome(config: Configuration, predictor: Predictor) -> Outcome:
+        if (found := next(first_three, None)) is None:
             raise KeyboardInterrupt
+        return found
 
+    monkeypatch.setattr(sweep, "outcome", outcome)
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(small, path, predictor, stop_after_three)
+        sweep.run(small, path, predictor)
+    monkeypatch.undo()
     rows = list(csv.DictReader(path.open(newline="")))
     assert [row["policy"] for row in rows] == ["zero3_offload", "dos", "adaptive"]
     assert tuple(rows[0]) == sweep.COLUMNS
-    results = sweep.run(small, path, predictor, lambda: None)
+    results = sweep.run(small, path, predictor)
     assert len(list(csv.DictReader(path.open(newline="")))) == len(results) == len(small.configurations)
 
 
@@ -116,7 +120,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, predictor: 
     path = tmp_path / "small.csv"
     path.write_text("my,own,data\n1,2,3\n")
     with pytest.raises(ValueError, match="has no rows of a sweep"):
-        sweep.run(read_sweep(written(tmp_path, SMALL)), path, predictor, lambda: None)
+        sweep.run(read_sweep(written(tmp_path, SMALL)), path, predictor)
     assert path.read_text() == "my,own,data\n1,2,3\n"
 
 
