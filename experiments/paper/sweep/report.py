@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.command import markdown
-from experiments.paper.published import MEASURED_AS_BEST, Prediction, cross_validation, summary
-from experiments.paper.runs import PublishedRun
+from experiments.paper.published import MEASURED_AS_BEST, Cases, Prediction, left_out, summary
+from experiments.paper.runs import PublishedRun, grouped, median_of
 from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, save_speedups, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, Predictor
 from experiments.paper.sweep.spec import Configuration, Sweep
@@ -45,27 +45,17 @@ HEADLINE = 2.5
 """Times as fast as the state of the art, by the paper's abstract."""
 
 Found = Mapping[str, tuple[Sweep, Results]]
-Cases = Mapping[str, Mapping[str, Sequence[Prediction]]]
-"""Predictions of published runs, by what was left out of the fit, then by machine."""
 
 
 def write_report(path: Path, pictures: Path, found: Found, predictor: Predictor) -> None:
     """Write the report and those of its pictures that are not charts of a sweep. pictures: the folder of all."""
-    cases = left_out(predictor)
-    save_speedups(cases["a model"], pictures / "sweep_speedups.png")
+    cases = left_out(predictor.runs)
+    save_speedups(cases["model"], pictures / "sweep_speedups.png")
     first = _by_machine(found["lanes"][1])[0]
     timelines = {_name(c): simulate(*predictor.simulation(c)) for c, o in first.items() if o.resident is not None}
     save_timelines(timelines, pictures / "sweep_lanes.png", title=f"Simulated, {_where(first)}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report(found, predictor, cases, os.path.relpath(pictures, path.parent)))
-
-
-def left_out(predictor: Predictor) -> Cases:
-    """The cross-validation that the report shows."""
-    return {
-        "a model": cross_validation(predictor.runs, lambda r: r.model),
-        "a stride": cross_validation(predictor.runs, lambda r: r.run.stride),
-    }
 
 
 def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTURES) -> str:
@@ -82,7 +72,7 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
         lanes="\n".join(lanes),
         point_errors=markdown(point_error_table(comparisons)),
         errors=markdown(error_table(cases)),
-        speedups=markdown(speedup_table(cases["a model"], ("h100", "a100_bound"))),
+        speedups=markdown(speedup_table(cases["model"], ("h100", "a100_bound"))),
         **_speedups(comparisons, found),
         **_memory(predictor),
         **_interleaving(found, predictor),
@@ -252,14 +242,14 @@ def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def error_table(cases: Mapping[str, Mapping[str, Sequence[Prediction]]]) -> Table:
-    """Errors on runs that were not fitted. cases: by what was left out, then by machine."""
+def error_table(cases: Cases) -> Table:
+    """Errors on runs that were not fitted."""
     lines = [["left out", "machine", "runs", "update, median", "update, max", "backward, median", "speedup, median"]]
-    for left_out, predictions in cases.items():
+    for what, predictions in cases.items():
         for machine, of_class in predictions.items():
             found = summary(machine, of_class)
             keys = ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
-            lines.append([left_out, machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
+            lines.append([f"a {what}", machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
     return lines
 
 
@@ -329,20 +319,16 @@ class Interleaving:
 def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
     """Every published configuration and stride that has a counterpart without interleaving."""
     found = []
-    for first in runs:
-        if first.run.mode is not Mode.DOS:
-            continue
-        same = [r for r in runs if r.config == first.config]
+    for _, same in grouped(runs, lambda r: r.config):
         cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
-        dos = [r for r in same if r.run.mode is Mode.DOS and r.run.stride == first.run.stride]
-        if cpu and dos[0] is first:  # a configuration that was run repeatedly counts once
+        for _, dos in grouped((r for r in same if cpu and r.run.mode is Mode.DOS), lambda r: r.run.stride):
             found.append(
                 Interleaving(
-                    first,
-                    statistics.median(r.iteration_s for r in cpu),
-                    statistics.median(r.iteration_s for r in dos),
-                    statistics.median(r.update_s for r in cpu) - statistics.median(r.update_s for r in dos),
-                    statistics.median(r.backward_s for r in dos) - statistics.median(r.backward_s for r in cpu),
+                    dos[0],
+                    median_of(cpu, "iteration_s"),
+                    median_of(dos, "iteration_s"),
+                    median_of(cpu, "update_s") - median_of(dos, "update_s"),
+                    median_of(dos, "backward_s") - median_of(cpu, "backward_s"),
                     max(r.iteration_s for r in dos) > min(r.iteration_s for r in cpu),
                 )
             )
