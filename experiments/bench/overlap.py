@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,12 +124,10 @@ def measure(
 def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload: Workload) -> DOSAdam:
     """An optimizer that overlaps as the schedule says."""
     forward_s = workload.forward_s if schedule == "full_overlap" else 0.0
-    known: dict[str, Any] = {
-        f.name: getattr(workload, f.name) for f in dataclasses.fields(Workload) if f.name != "subgroups"
-    }
+    known = dataclasses.replace(workload, forward_s=forward_s)
     optimizer = DOSAdam(
         model.parameters(),
-        policy=lambda work: adaptive(dataclasses.replace(work, **{**known, "forward_s": forward_s}), profile),
+        policy=lambda work: adaptive(dataclasses.replace(known, subgroups=work.subgroups), profile),
         subgroup_size=workload.subgroups[0].numel,
         device=EmulatedDevice(profile, capacity=10 * workload.slot_bytes * len(workload.subgroups)),
     )
