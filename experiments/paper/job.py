@@ -33,16 +33,15 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, positive, table_of
 from experiments.gpt import GPT, Corpus, standard_library
 from experiments.harness import finish, measuring
-from experiments.miniature import equal_subgroups, without_fixed_costs
+from experiments.miniature import equal_subgroups, slowed
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.device import CONTEXT, small_model
 from experiments.paper.sweep.predict import Predictor, policy_plan
 from experiments.paper.sweep.spec import Configuration
 from perfmodel import Plan, Workload
 from perfmodel.hardware import HardwareProfile
-from perfmodel.policies import cpu_only
 from perfmodel.scope import Scope
-from perfmodel.simulate import exposed, makespan
+from perfmodel.simulate import exposed
 
 BATCH, SETTLING, STEPS = 2, 2, 3
 """Sequences; steps that move state to where it stays, and steps that are measured."""
@@ -69,10 +68,10 @@ def configuration(ranks: int, policy: str, device: str = "emulated") -> Configur
 
 def emulated(config: Configuration, predictor: Predictor, numel: int, update_s: float) -> HardwareProfile:
     """The machine of a rank with `numel` parameters, so slow that one rank alone updates for `update_s` on the CPU."""
-    machine, alone = without_fixed_costs(config.profile()), predictor.run_of(configuration(1, "cpu"))
+    alone = predictor.run_of(configuration(1, "cpu"))
     work = equal_subgroups(int(alone.params), -(-int(alone.params) // alone.subgroups))
-    alone_s = makespan(cpu_only(work), work, dataclasses.replace(machine, ranks_per_host=1))
-    scaled = machine.scaled(numel / predictor.run_of(config).params * alone_s / update_s)
+    slow = slowed(dataclasses.replace(config.profile(), ranks_per_host=1), work, update_s)
+    scaled = slow.scaled(numel / predictor.run_of(config).params)
     return dataclasses.replace(scaled, ranks_per_host=config.ranks_per_node)
 
 
