@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import dos.planning.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
-from experiments.bench.neighbours import neighbours
 from experiments.gpt import Corpus, GPTConfig, standard_library
 from experiments.harness import missed
 from experiments.paper import memory_h100
@@ -97,31 +94,6 @@ def test_rows_tell_what_was_missed() -> None:
         {"script": "none"},
     ):
         assert len(missed(memory.limits(row | wrong))) == 1, wrong
-
-
-def test_the_command_writes_rows_as_json(
-    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(memory, "TRACES", {"h100_20b_interleaved": TRACES["h100_20b_interleaved"]})
-    monkeypatch.setattr(memory, "neighbours", lambda most, n: {"step up": neighbours(most, n)["step up"]})
-    monkeypatch.setenv("COLUMNS", "140")
-    threads = torch.get_num_threads()
-    try:
-        memory.main(["--json", "--steps", "6"])
-    finally:
-        torch.set_num_threads(threads)
-    captured = capsys.readouterr()
-    rows = json.loads(captured.out.splitlines()[-1])["rows"]
-    assert [row["script"] for row in rows] == ["h100_20b_interleaved", "step up", "ample", "half", "none"]
-    for row in rows:
-        assert not row["capacity_exceeded"]
-        assert row["errors"] == 0
-        assert row["bits_equal"]
-        assert min(row["adaptive_s"], row["cpu_only_s"], row["bound_s"]) > 0
-    assert rows[2]["moved_after_first"] == 0
-    assert rows[3]["fits_share"] == pytest.approx(0.5, abs=0.1)
-    assert rows[4]["same_traffic"]
-    assert "step up" in captured.err
 
 
 def test_recordings_are_one_iteration_by_phase() -> None:
