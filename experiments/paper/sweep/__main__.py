@@ -23,7 +23,7 @@ from experiments.harness import FILE_WIDTH
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.compare import METRICS, compare, listing, save_comparison
 from experiments.paper.sweep.predict import Outcome, Predictor
-from experiments.paper.sweep.report import READY, write_report
+from experiments.paper.sweep.report import PICTURES, READY, write_report
 from experiments.paper.sweep.spec import Configuration, Sweep, read_sweep
 from experiments.plots import can_draw
 
@@ -118,10 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw(sweep, results[sweep.name], options.out)
         print(f"rows and charts in {options.out}")
         if options.report:
-            pictures = options.report.parent / "images"
             for sweep in sweeps:
-                draw(sweep, results[sweep.name], pictures, "sweep_")
-            write_report(options.report, pictures, {s.name: (s, results[s.name]) for s in sweeps}, predictor)
+                draw(sweep, results[sweep.name], options.report.parent / PICTURES, "sweep_")
+            write_report(options.report, {s.name: (s, results[s.name]) for s in sweeps}, predictor)
             print(f"results in {options.report}")
     except (OSError, ValueError) as error:
         parser.error(str(error))

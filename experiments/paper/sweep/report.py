@@ -6,7 +6,6 @@ The words are those of `results.template.md`, beside this file.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,28 +46,29 @@ HEADLINE = 2.5
 Found = Mapping[str, tuple[Sweep, Results]]
 
 
-def write_report(path: Path, pictures: Path, found: Found, predictor: Predictor) -> None:
-    """Write the report and those of its pictures that are not charts of a sweep. pictures: the folder of all."""
+def write_report(path: Path, found: Found, predictor: Predictor) -> None:
+    """Write the report and those of its pictures that are not charts of a sweep."""
+    pictures = path.parent / PICTURES
     cases = left_out(predictor.runs)
     save_speedups(cases["model"], pictures / "sweep_speedups.png")
     first = _by_machine(found["lanes"][1])[0]
     timelines = {_name(c): simulate(*predictor.simulation(c)) for c, o in first.items() if o.resident is not None}
     save_timelines(timelines, pictures / "sweep_lanes.png", title=f"Simulated, {_where(first)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report(found, predictor, cases, os.path.relpath(pictures, path.parent)))
+    path.write_text(report(found, predictor, cases))
 
 
-def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTURES) -> str:
-    """The report as Markdown. images: where its pictures are."""
+def report(found: Found, predictor: Predictor, cases: Cases) -> str:
+    """The report as Markdown."""
     comparisons = {name: compare(*found[name]) for name in CHARTS}
     lanes = [
         f"**{_where(group)}**\n\n{markdown(lane_table(group))}\n\n{_explained(group)}\n"
         for group in _by_machine(found["lanes"][1])
     ]
     return TEMPLATE.read_text().format(
-        images=images,
+        images=PICTURES,
         headline=HEADLINE,
-        experiments="\n".join(_experiment(*found[name], comparisons[name], images) for name in CHARTS),
+        experiments="\n".join(_experiment(*found[name], comparisons[name]) for name in CHARTS),
         lanes="\n".join(lanes),
         point_errors=markdown(point_error_table(comparisons)),
         errors=markdown(error_table(cases)),
@@ -81,12 +81,12 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
     )
 
 
-def _experiment(sweep: Sweep, results: Results, comparisons: Sequence[Comparison], images: str) -> str:
+def _experiment(sweep: Sweep, results: Results, comparisons: Sequence[Comparison]) -> str:
     """The section of a sweep: a chart and a table for each facet and metric."""
     parts = [f"### {sweep.title}\n\n{sweep.about}\n"]
     for number, comparison in enumerate(comparisons):
         title = f", {comparison.facet}" if comparison.facet else ""
-        parts += [f"![{sweep.title}{title}]({images}/sweep_{sweep.name}{f'_{number}' if number else ''}.png)\n"]
+        parts += [f"![{sweep.title}{title}]({PICTURES}/sweep_{sweep.name}{f'_{number}' if number else ''}.png)\n"]
         parts += [f"{m.capitalize()}{title}:\n\n{markdown(comparison.table(m))}\n" for m in METRICS]
     missing = [(c, o.note) for c, o in results.items() if o.note]
     parts += [f"Missing: {_name(c)} with subgroups of {tick(c.subgroup_size)} {note}.\n" for c, note in missing]
