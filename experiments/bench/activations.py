@@ -22,17 +22,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import (
-    Limit,
-    Progress,
-    all_equal,
-    bits_of,
-    finish,
-    measuring,
-    medians,
-    take_turns,
-    timed,
-)
+from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, medians, take_turns, timed
 from experiments.miniature import equal_subgroups, without_fixed_costs
 from experiments.training import Position
 from perfmodel import Plan, Workload
