@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.paper.published import ClassModel
-from experiments.paper.runs import OVERSHOOT, TRACES, PublishedRun, median_of, read_trace
+from experiments.paper.runs import OVERSHOOT, TRACES, PublishedRun, grouped, median_of, read_trace
 from experiments.paper.sweep.spec import PUBLISHED_LOOPS, Configuration
 from experiments.paper.zero3 import Mode, Run, backward_seconds, non_negative, rest_seconds, update_seconds
 from perfmodel.adaptive import adaptive
@@ -88,11 +88,11 @@ class Predictor:
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.runs = tuple(runs)
         self.published = tuple(r for r in runs if r.tensor_parallel == 1)
-        self.models, self._forwards = {}, {}
-        for name in dict.fromkeys(r.machine_class for r in self.published):
-            self.models[name] = ClassModel.fit(name, [r for r in runs if r.machine_class == name])
-            same = [r for r in self.published if r.machine_class == name]
-            self._forwards[name] = non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
+        self.models = {name: ClassModel.fit(name, same) for name, same in grouped(runs, lambda r: r.machine_class)}
+        self._forwards = {
+            name: non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
+            for name, same in grouped(self.published, lambda r: r.machine_class)
+        }
 
     def outcome(self, config: Configuration) -> Outcome:
         """The times of the configuration, simulated whatever its device, beside those that were published of it."""

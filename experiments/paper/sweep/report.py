@@ -139,7 +139,7 @@ def _memory(predictor: Predictor) -> dict[str, float]:
 
     cases = {"h100": ("h100", "20B"), "a100": ("a100_bound", "7B"), "h100_30b": ("h100", "30B")}
     free = {name: (predictor.free_bytes(config(*case)) or 0.0) / 2**30 for name, case in cases.items()}
-    return free | {"free": free["h100"], "state": STATE_BYTES * predictor.run_of(config("h100", "20B")).params / 2**30}
+    return free | {"state": STATE_BYTES * predictor.run_of(config("h100", "20B")).params / 2**30}
 
 
 def _explained(group: Results) -> str:
@@ -196,8 +196,6 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
         "pairs": len(known),
         "doubtful": sum(item.doubtful for item in known),
         "spread": spread,
-        "ranks": spread.interleaved.ranks,
-        "nodes": spread.interleaved.nodes,
         "resident": " and ".join(resident),
         "unstreamed": ", ".join(map(tick, unstreamed)),
         "largest": tick(largest),
@@ -207,8 +205,7 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
 
 
 def _by_machine(results: Results) -> list[dict[Configuration, Outcome]]:
-    machines = dict.fromkeys(config.machine for config in results)
-    return [{c: o for c, o in results.items() if c.machine == machine} for machine in machines]
+    return [dict(group) for _, group in grouped(results.items(), lambda item: item[0].machine)]
 
 
 def _name(config: Configuration) -> str:
