@@ -230,7 +230,7 @@ def test_an_update_in_int8_is_as_fast_as_its_bytes(monkeypatch: pytest.MonkeyPat
         assert times >= 1.6, f"{what}: needed 1.6 times as long with split as with int8, found {times:.2f} times"
 
 
-def test_what_leaves_is_planned_with_state() -> None:
+def test_saved_tensors_that_move_as_planned_are_never_slower_than_none_or_all() -> None:
     """At most 1.02 times the better of nothing and all; where state and saved tensors compete, a tenth better."""
     model = GPT(activations.CONFIG, dtype=activations.DTYPE)
     batch = Corpus(standard_library(), activations.CONFIG.context).batches(1, activations.BATCH, seed=0)[0]
@@ -252,7 +252,7 @@ def test_what_leaves_is_planned_with_state() -> None:
             assert 1.1 * planned <= min(stay, leave)
 
 
-def test_limits_of_what_leaves() -> None:
+def test_each_wrong_figure_of_saved_tensors_misses_one_limit() -> None:
     good = {"state_fits": "half", "iteration_s": 1.0, "predicted_s": 0.95, "peak_bytes": 9, "capacity": 9}
     rows = [{**good, "activations": way, "bits_equal": True} for way in activations.WAYS]
     assert missed(activations.limits(rows)) == []

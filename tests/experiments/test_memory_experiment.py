@@ -32,7 +32,7 @@ def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
 
 
-def test_runs_notice_what_must_not_be(tiny: None) -> None:
+def test_a_run_that_fails_or_has_other_bits_or_too_much_memory_is_noticed(tiny: None) -> None:
     setting = Setting.of(PublishedRank.read())
 
     def broken(workload: object) -> None:
@@ -67,7 +67,7 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
 
 
-def test_rows_tell_what_was_missed() -> None:
+def test_each_wrong_figure_of_a_script_misses_one_limit() -> None:
     row = {
         "script": "step up",
         "capacity_exceeded": False,
@@ -110,7 +110,7 @@ def test_recordings_are_one_iteration_by_phase() -> None:
         assert positions[-1] == UPDATE
 
 
-def test_the_simulation_of_the_published_run() -> None:
+def test_in_the_published_run_the_more_state_is_resident_the_less_is_copied() -> None:
     rank = PublishedRank.read()
     rows = {
         name: memory_h100.simulated(name, plan, work, rank) for name, (plan, work) in memory_h100.plans(rank).items()

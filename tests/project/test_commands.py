@@ -77,26 +77,26 @@ def starts(command: str, arguments: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_it_starts(command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     starts(command, QUICK[command], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", SLOW)
-def test_it_starts_and_takes_long(command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs_that_takes_minutes(command: str, tmp_path: Path) -> None:
     starts(command, SLOW[command], tmp_path)
 
 
 @pytest.mark.parametrize("command", RUN_ELSEWHERE)
-def test_it_needs_no_more_to_show_its_options(command: str, tmp_path: Path) -> None:
+def test_a_command_that_is_run_elsewhere_shows_its_options(command: str, tmp_path: Path) -> None:
     done = run(command, f"{RUN_ELSEWHERE[command]} --help", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"usage: python -m {command.split()[0]}")
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_it_says_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
+def test_a_command_that_draws_says_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
     done = run(command, REFUSED[command], tmp_path)
     assert (done.returncode, done.stderr) == (2, NEEDS_MATPLOTLIB + "\n")
     assert not (tmp_path / "results.md").exists()
