@@ -19,7 +19,7 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -318,35 +318,26 @@ def fixed_policies(setting: Setting, iterations: int) -> list[tuple[str, Policy]
 
 
 def simulated_s(setting: Setting, iterations: int, policy: Policy) -> float:
-    """Mean seconds per iteration with a fixed policy, by the simulator."""
+    """Mean seconds per iteration with a fixed policy, by the simulator.
+
+    There are fewer slots in iterations where fewer fit, and without any what would stream is updated on the CPU.
+    """
     works = [setting.workload(i) for i in range(iterations)]
-    seconds = _simulated(setting, policy(works[0]))
-    return setting.rank.forward_s + statistics.fmean(map(seconds, works))
-
-
-def _held(plan: Plan, work: Workload) -> int:
-    return work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-
-
-def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:
-    """Seconds of backward and update by memory: with fewer slots where fewer fit, on the CPU without any."""
+    plan = policy(works[0])
 
     @functools.cache
     def seconds(slots: int) -> float:
         fallen = {} if slots else {Placement.GPU_STREAMED: Placement.CPU}
         placements = tuple(fallen.get(placement, placement) for placement in plan.placements)
-        return makespan(
-            dataclasses.replace(plan, placements=placements, slots=slots),
-            setting.workload(0),
-            setting.rank.profile,
-            SCOPE,
-        )
+        there = dataclasses.replace(plan, placements=placements, slots=slots)
+        return makespan(there, works[0], setting.rank.profile, SCOPE)
 
-    def by_memory(work: Workload) -> float:
-        fitting = (work.shared_free_bytes - _held(plan, work)) // work.slot_bytes
-        return seconds(int(max(0, min(plan.slots, fitting))))
+    fitting = ((work.shared_free_bytes - _held(plan, work)) // work.slot_bytes for work in works)
+    return setting.rank.forward_s + statistics.fmean(seconds(int(max(0, min(plan.slots, n)))) for n in fitting)
 
-    return by_memory
+
+def _held(plan: Plan, work: Workload) -> int:
+    return work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
 
 
 if __name__ == "__main__":

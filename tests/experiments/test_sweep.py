@@ -12,9 +12,9 @@ import pytest
 import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
 from experiments.paper.published import left_out
-from experiments.paper.runs import read_runs
+from experiments.paper.runs import PublishedRun, read_runs
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
-from experiments.paper.sweep.report import interleavings
+from experiments.paper.sweep.report import Interleaving, interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
 from tests.support import ROOT
 
@@ -181,13 +181,20 @@ def test_more_memory_is_never_slower_and_is_what_was_asked_for(predictor: Predic
 def test_published_runs_that_interleaving_did_not_help_are_found(predictor: Predictor) -> None:
     found = interleavings(predictor.published)
     assert all(item.gain > 0 for item in found)
-    doubtful = {(i.interleaved.model, i.interleaved.ranks) for i in found if i.doubtful}
+    doubtful = {(i.interleaved[0].model, i.interleaved[0].ranks) for i in found if i.doubtful}
     assert doubtful == {("7B", 16), ("7B", 8), ("13B", 1)}
-    clear = dataclasses.replace(found[0], cpu_s=2.0, interleaved_s=1.0, overlap=False, backward_added_s=0.0)
-    assert not clear.doubtful
-    assert dataclasses.replace(clear, overlap=True).doubtful
-    assert dataclasses.replace(clear, interleaved_s=1.99).doubtful
-    assert dataclasses.replace(clear, backward_added_s=clear.update_saved_s).doubtful
+    run = found[0].interleaved[0]
+
+    def repeats(*iterations_s: float, backward_s: float = 0.0, update_s: float = 0.0) -> list[PublishedRun]:
+        times = {"backward_s": backward_s, "update_s": update_s}
+        return [dataclasses.replace(run, iteration_s=iteration_s, **times) for iteration_s in iterations_s]
+
+    cpu = repeats(2.0, update_s=1.0)
+    assert not Interleaving(cpu, repeats(1.0)).doubtful
+    assert not Interleaving(cpu, repeats(1.0, backward_s=0.1)).doubtful
+    assert Interleaving(cpu, repeats(1.0, backward_s=0.11)).doubtful
+    assert Interleaving(cpu, repeats(1.0, 1.0, 2.1)).doubtful, "they overlap"
+    assert Interleaving(cpu, repeats(1.99)).doubtful, "repeats differ by as much"
 
 
 def test_the_report_is_what_the_model_says_now(predictor: Predictor) -> None:

@@ -183,7 +183,7 @@ def _update_s(o: Outcome) -> float:
 def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
     """Where interleaving does not help: the published pairs, and what is simulated of them."""
     known = interleavings(predictor.published)
-    spread = max(known, key=lambda item: item.interleaved.nodes)
+    spread = max(known, key=lambda item: item.interleaved[0].nodes)
     sizes = found["subgroup_size"][1]
     unstreamed = {c.subgroup_size: o for c, o in sizes.items() if o.streamed == 0 and c.memory == "trace"}
     largest = max(unstreamed)
@@ -195,7 +195,9 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
         "most_gain": max(item.gain for item in known),
         "pairs": len(known),
         "doubtful": sum(item.doubtful for item in known),
-        "spread": spread,
+        "spread": spread.interleaved[0],
+        "spread_s": median_of(spread.interleaved, "iteration_s"),
+        "spread_saved_s": spread.saved_s("update_s"),
         "resident": " and ".join(resident),
         "unstreamed": ", ".join(map(tick, unstreamed)),
         "largest": tick(largest),
@@ -288,29 +290,27 @@ def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Ite
 
 @dataclass(frozen=True)
 class Interleaving:
-    """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved.
+    """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved."""
 
-    gain: of the median iteration. update_saved_s, backward_added_s: by the medians. overlap: whether the slowest
-    interleaved run was slower than the fastest other one.
-    """
+    cpu: Sequence[PublishedRun]
+    interleaved: Sequence[PublishedRun]
 
-    interleaved: PublishedRun
-    cpu_s: float
-    interleaved_s: float
-    update_saved_s: float
-    backward_added_s: float
-    overlap: bool
+    def saved_s(self, phase: str) -> float:
+        """Seconds of a phase, such as "update_s", that interleaving takes off the median."""
+        return median_of(self.cpu, phase) - median_of(self.interleaved, phase)
 
     @property
     def gain(self) -> float:
-        return self.cpu_s / self.interleaved_s - 1
+        """Of the median iteration."""
+        return median_of(self.cpu, "iteration_s") / median_of(self.interleaved, "iteration_s") - 1
 
     @property
     def doubtful(self) -> bool:
-        """Whether interleaving gained no more than what repeats differ by, or lost in backward a tenth of what it
-        saved in the update or more."""
-        noise = MEASURED_AS_BEST[self.interleaved.machine_class]
-        return self.overlap or self.gain <= noise or self.backward_added_s > 0.1 * self.update_saved_s
+        """Whether some interleaved run was slower than some other, or interleaving gained no more than what repeats
+        differ by, or lost in backward a tenth of what it saved in the update or more."""
+        overlap = max(r.iteration_s for r in self.interleaved) > min(r.iteration_s for r in self.cpu)
+        noise = MEASURED_AS_BEST[self.interleaved[0].machine_class]
+        return overlap or self.gain <= noise or -self.saved_s("backward_s") > 0.1 * self.saved_s("update_s")
 
 
 def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
@@ -318,17 +318,8 @@ def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
     found = []
     for _, same in grouped(runs, lambda r: r.config):
         cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
-        for _, dos in grouped((r for r in same if cpu and r.run.mode is Mode.DOS), lambda r: r.run.stride):
-            found.append(
-                Interleaving(
-                    dos[0],
-                    median_of(cpu, "iteration_s"),
-                    median_of(dos, "iteration_s"),
-                    median_of(cpu, "update_s") - median_of(dos, "update_s"),
-                    median_of(dos, "backward_s") - median_of(cpu, "backward_s"),
-                    max(r.iteration_s for r in dos) > min(r.iteration_s for r in cpu),
-                )
-            )
+        interleaved = (r for r in same if r.run.mode is Mode.DOS)
+        found += [Interleaving(cpu, of_stride) for _, of_stride in grouped(interleaved, lambda r: r.run.stride) if cpu]
     return found
 
 
@@ -343,7 +334,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
     ]
     for item in sorted(found, key=lambda item: item.gain):
         if item.doubtful:
-            r = item.interleaved
+            r = item.interleaved[0]
             values = {key: of(r) for key, of in KEYS_OF_RUNS.items()} | {"memory": "trace"}
             cpu, dos, ours = (
                 predictor.outcome(Configuration.of(values | {"policy": policy})).iteration_s or math.nan
@@ -351,7 +342,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
             )
             promised = [f"{cpu / seconds - 1:+.1%}" for seconds in (dos, ours)]
             cells = [f"{r.machine_class}, {r.model}", *map(str, (r.ranks, r.run.micro_batches, r.run.stride))]
-            cells += [f"{item.cpu_s:.2f}", f"{item.interleaved_s:.2f}", f"{item.gain:+.1%}"]
-            cells += [f"{item.update_saved_s:.2f}", f"{item.backward_added_s:+.2f}"]
+            cells += [f"{median_of(runs, 'iteration_s'):.2f}" for runs in (item.cpu, item.interleaved)]
+            cells += [f"{item.gain:+.1%}", f"{item.saved_s('update_s'):.2f}", f"{-item.saved_s('backward_s'):+.2f}"]
             lines.append([*cells, *promised])
     return lines
