@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from perfmodel.lanes import Stream
@@ -45,7 +46,7 @@ def backward_pieces(
 
 
 def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
-    """The piece of backward whose end frees memory for this slot.
+    """The piece of backward whose end frees memory for this slot. pieces: in the order of backward.
 
     Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
     """
@@ -54,9 +55,9 @@ def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot
     needed = workload.staging_bytes(slot + 1)
     if needed <= spare:
         return ()
-    gained, count = workload.update_free_bytes - spare, len(pieces)
+    gained, ends = workload.update_free_bytes - spare, [*pieces.values()]
     freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
-    return (pieces[count - max(1, min(count, -int(-freed * count // 1)))],)
+    return (ends[max(1, min(len(ends), math.ceil(freed * len(ends)))) - 1],)
 
 
 def forward_pieces(

@@ -20,14 +20,12 @@ GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 def cpu_only(workload: Workload) -> Plan:
     """Every subgroup on the CPU: ZeRO-Offload (Ren et al., USENIX ATC '21)."""
-    n = len(workload.subgroups)
-    return with_blocks(Plan((Placement.CPU,) * n, tuple(range(n)), slots=0), workload)
+    return stride(workload, None)
 
 
 def resident(workload: Workload) -> Plan:
     """Every subgroup on the GPU, as an optimizer without offloading has it."""
-    n = len(workload.subgroups)
-    return with_blocks(Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0), workload)
+    return stride(workload, None, ratio=0.0)
 
 
 def static_ratio(workload: Workload, ratio: float) -> Plan:

@@ -61,11 +61,8 @@ def add_options(kind: Any, groups: Mapping[str, Any]) -> None:
 
 def given(kind: Any, command_line: argparse.Namespace) -> dict[str, Any]:
     """The values that a command line gives to the fields of a dataclass."""
-    return {
-        each.name: value
-        for each, _ in options_of(kind)
-        if (value := getattr(command_line, each.name, None)) is not None
-    }
+    names = {each.name for each, _ in options_of(kind)}
+    return {name: value for name, value in vars(command_line).items() if name in names}
 
 
 def difference(before: Any, after: Any) -> str:

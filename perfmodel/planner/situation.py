@@ -8,12 +8,11 @@ import math
 from itertools import accumulate
 
 from perfmodel.demand import demand, operation_demand
-from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
+from perfmodel.planner.memory import DeviceBytes, device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import Task, schedule
 from perfmodel.simulate import Phase, Scope, makespan

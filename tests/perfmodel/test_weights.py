@@ -134,6 +134,16 @@ def test_a_frozen_block_that_backward_does_not_reach_is_fetched_for_the_next_for
     assert [task.size for task in made.tasks if task.op is Op.WEIGHTS] == [50]
 
 
+def test_slots_are_filled_as_backward_frees_memory_where_blocks_are_frozen() -> None:
+    """The first of two as the first piece of backward ends, which is a frozen block's; the second half way."""
+    blocks = BlockLoad(24, 0, 1), BlockLoad(24, 1, 2), BlockLoad(24, 2, 2), BlockLoad(24, 2, 2)
+    load = offloaded(work(2), blocks=blocks, backward_s=4.0, peak_free_bytes=48.0, update_free_bytes=4 * 144.0)
+    made = schedule(Plan((S, S), (0, 1), 2), load, Scope(Phase.OVERLAPPED))
+    pieces = [number for number, task in enumerate(made.tasks) if task.op is Op.BACKWARD]
+    fetches = [task.after for task in made.tasks if task.op is Op.PREFETCH]
+    assert [pieces.index(after[0]) for after in fetches] == [0, 1]
+
+
 @given(models(), st.sampled_from(["updated", "serial", "a micro-batch"]))
 def test_weights_are_there_when_a_block_computes_and_never_more_than_the_window_holds(
     case: tuple[Plan, Workload], kind: str

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.memory import device_footprint
+from perfmodel.planner.memory import DeviceBytes, device_footprint
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from tests.support.planner import LLAMA_2_7B
