@@ -95,9 +95,7 @@ def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) ->
     optimizer, numel = trained(device, dtype, policy="resident", **settings)
     reference, _ = trained(Pinning(), dtype, policy="cpu", **settings)
     held = device.usage().held
-    assert (
-        held == on_paper(numel, dtype).state == optimizer.metrics()["memory_held_bytes"]
-    )
+    assert held == on_paper(numel, dtype).state == optimizer.metrics()["memory_held_bytes"]
     state = {p: entry["exp_avg_sq"] for p, entry in optimizer.state.items()}
     assert device.usage().held == held, "reading gives what is on the device"
     assert device.made == (numel * dtype.itemsize if offload_gradients else 0)
