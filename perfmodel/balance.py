@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from perfmodel.compute import backward_pieces, forward_pieces
-from perfmodel.demand import Demand, demand, operation_demand
+from perfmodel.demand import Demand, demands, operation_demand
 from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, DISK_READ, DISK_WRITE, H2D, Stream, speeds_by_busy_lanes
-from perfmodel.plan import Placement
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import SubgroupLoad, Workload
@@ -79,7 +78,7 @@ class Balance:
         """The seconds that are added if its weights are on the host."""
         self._fetches: dict[frozenset[int], tuple[float, float, float, float]] = {}
         self._spills = math.isfinite(workload.host_free_bytes)
-        typical = self._demands(max(workload.subgroups, key=lambda load: load.numel))
+        typical = demands(max(workload.subgroups, key=lambda load: load.numel), profile)
         lanes = list(LANES.items())[: None if self._spills else -2]
         speeds = speeds_by_busy_lanes({lane: typical[stream].rate for lane, stream in lanes}, profile)
         self._speeds = np.stack([speeds, _in_turn(speeds, typical)])
@@ -138,13 +137,9 @@ class Balance:
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & (mix.slots == 0), np.inf, seconds)
 
-    def _demands(self, load: SubgroupLoad) -> dict[Stream, Demand]:
-        on_cpu = demand(Placement.CPU, load, self._profile, on_disk=True)
-        return on_cpu | demand(Placement.GPU_STREAMED, load, self._profile)
-
     def _seconds(self, load: SubgroupLoad, *, streams: bool = False) -> list[float]:
         found = [0.0] * COLUMNS
-        for stream, each in self._demands(load).items():
+        for stream, each in demands(load, self._profile).items():
             found[stream] = each.seconds
         if load.returned_bytes:  # it is on the host in any case
             found[Stream.GRADIENT] = 0.0
@@ -188,7 +183,8 @@ class Balance:
         returned, home = (mix.streamed_s(s) + mix.staying * mix.resident[:, [s]] for s in (RETURNED, HOME))
         # One slot is filled, updated and emptied in turn, as if that had one lane; parameters only wait for filling.
         cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes
-        meet = mix.other[:, [Stream.PREFETCH]] / np.maximum(self._cycle(mix), 1e-300)
+        prefetch, update, flush = (mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH))
+        meet = prefetch / np.maximum(prefetch + update + flush, 1e-300)
         found = [
             mix.on_cpu_s(Stream.CPU),
             np.where(one, cycles + parameters * meet + home, prefetches + parameters) + returned - filled,
@@ -197,10 +193,6 @@ class Balance:
         if self._spills:
             found += [on_disk * (mix.on_cpu_s(s) + mix.streamed_s(s)) for s in (Stream.READ, Stream.WRITE)]
         return np.stack(np.broadcast_arrays(*found), axis=-1)
-
-    @staticmethod
-    def _cycle(mix: _Mix) -> np.ndarray:
-        return sum((mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH)), np.zeros(1))
 
     def _on_disk(self, mix: _Mix) -> np.ndarray | float:
         """The share of the subgroups that are not resident which is on disk, but for those that windows keep."""
@@ -215,7 +207,7 @@ class Balance:
         """Of the saved tensors that leave: seconds of H2D, of D2H, and for how long backward waits for them."""
         found = {}
         for nbytes in {division.activation_bytes for division in divisions}:
-            left = self._workload.leaving(nbytes)
+            left = self._workload.moved(nbytes)
             each = np.array([saved.nbytes for saved in left], dtype=float)
             arrived = np.cumsum(each[::-1])[::-1] / self._profile.h2d_bandwidth_duplex  # the last saved first
             late = arrived - self._workload.backward_s * np.array([saved.due for saved in left])

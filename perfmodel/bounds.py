@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
-from perfmodel.demand import Demand, demand, operation_demand
+from perfmodel.demand import Demand, demands, operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
@@ -185,7 +185,14 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     read, write = total(Stream.READ), total(Stream.WRITE)
     windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
     unwritten = windows_written * workload.reverses
-    first_written, last_read = 0.0, 0.0
+    limits: dict[str, list[tuple[float, float | None]]] = {
+        **dict.fromkeys(("x", "z", "disk"), [(0.0, 1.0)] * n),
+        "y": [(0.0, 1.0 if size <= staging else 0.0) for size in state],
+        "filling": [(0.0, fill)],
+        "away": [(least / scale, most / scale)],
+        "ahead": [(0.0, windows_read)],
+        "weights": [(streams_least, streams_most)],
+    }
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
@@ -229,7 +236,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
         if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
             # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
-            first_written, last_read = min(write / counts), min(read / counts)
+            limits |= {"reading": [(min(read / counts), None)], "writing": [(min(write / counts), None)]}
         read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
         write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
         rows |= {
@@ -247,14 +254,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         b_ub=np.array([limit for _, limit in rows.values()]),
         A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
         b_eq=np.ones(n),
-        bounds=[(0.0, 1.0)] * n
-        + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
-        + [(0.0, 1.0)] * n
-        + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)]
-        + [(last_read, None), (first_written, None), (0.0, None), (0.0, windows_read)]
-        + [(0.0, 1.0)] * n
-        + [(streams_least, streams_most), (0.0, None), (0.0, None)] * bool(workload.blocks),
+        bounds=[limit for name, size in sizes.items() for limit in limits.get(name, [(0.0, None)] * size)],
         method="highs",
     )
     solution = program()
@@ -275,7 +275,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
 
 def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> dict[Stream, Demand]:
     """The demand of a subgroup on each stream's lane. streams: whether its weights are on the host in any plan."""
-    found = demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
+    found = demands(load, profile)
     weights = load.parameter_bytes if streams else 0
     if weights or load.returned_bytes:
         up, down = load.state_bytes + load.returned_bytes + weights, load.state_bytes + weights
@@ -315,7 +315,7 @@ def _speeds_by_busy_lanes(
 
     def least(*streams: Stream, others: Sequence[Demand] = ()) -> float:
         found = [*others, *(c[stream] for c in costs for stream in streams)]
-        return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
+        return min((each.rate for each in found if each.traffic > 0), default=0.0)
 
     demands = {
         CPU: least(Stream.CPU),

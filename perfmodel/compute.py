@@ -64,13 +64,13 @@ def forward_pieces(
     add: Add, workload: Workload, activation_bytes: int, runs: Sequence[Run], weights: WeightFetches | None = None
 ) -> None:
     """The next forward; so many bytes of saved tensors leave, each at once. weights: of blocks that stream."""
-    leaving = workload.leaving(activation_bytes)
+    moved = workload.moved(activation_bytes)
 
     def born(number: int, piece: int) -> tuple[int, ...]:
-        add(SAVE, None, leaving[number].nbytes, (piece,))
+        add(SAVE, None, moved[number].nbytes, (piece,))
         return ()
 
-    _pieces(add, FORWARD, runs, [each.born for each in leaving], born, weights)
+    _pieces(add, FORWARD, runs, [each.born for each in moved], born, weights)
 
 
 def _pieces(

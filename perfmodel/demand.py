@@ -52,6 +52,11 @@ def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: Har
     return Demand(seconds, traffic if size == load.numel else traffic * (size / load.numel))
 
 
+def demands(load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand]:
+    """The demand of a subgroup on each stream's lane, whatever its placement."""
+    return demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
+
+
 def demand(
     placement: Placement, load: SubgroupLoad, profile: HardwareProfile, *, on_disk: bool = False
 ) -> dict[Stream, Demand]:

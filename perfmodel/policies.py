@@ -64,10 +64,10 @@ def with_blocks(plan: Plan, workload: Workload) -> Plan:
     """The plan with the weights of as many blocks on the device as have room beside its state and slots."""
     if not workload.blocks:
         return plan
-    leaving = max(plan.activation_bytes, workload.activation_least_bytes)
-    shared = workload.shared_free(leaving) - workload.staging_bytes(plan.slots)
+    moved = max(plan.activation_bytes, workload.activation_least_bytes)
+    shared = workload.shared_free(moved) - workload.staging_bytes(plan.slots)
     resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-    counts = workload.block_counts(min(workload.peak_free(leaving), shared) - resident)
+    counts = workload.block_counts(min(workload.peak_free(moved), shared) - resident)
     return dataclasses.replace(plan, blocks_on_device=workload.staying(counts[-1]))
 
 

@@ -8,8 +8,9 @@ from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream, run_tasks
 from perfmodel.plan import Plan
-from perfmodel.schedule import Schedule, schedule, schedule_micro_batch
+from perfmodel.schedule import schedule, schedule_micro_batch
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.tasks import Schedule
 from perfmodel.timeline import Lane, Op, Span, Timeline
 from perfmodel.workload import Workload
 

@@ -262,7 +262,7 @@ class Workload:
         streamed = sorted(block.nbytes for b, block in enumerate(self.blocks) if b not in on_device)
         return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-self.weight_window :])
 
-    def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
+    def moved(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """The tensors saved first that fit into this number of bytes: they move to the host."""
         sums = accumulate(each.nbytes for each in self.activations)
         return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
@@ -288,15 +288,15 @@ class Workload:
         """Whether there is memory for what a plan keeps on the device, its slots, and the saved tensors that leave."""
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
-        staged, leaving = self.staging_bytes(plan.slots), plan.activation_bytes
+        staged, moved = self.staging_bytes(plan.slots), plan.activation_bytes
         at_home = (
             i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk
         )
         return (
-            resident <= self.peak_free(leaving)
+            resident <= self.peak_free(moved)
             and staged <= self.update_free_bytes
-            and resident + staged <= self.shared_free(leaving)
-            and self.activation_least_bytes <= leaving <= self.activation_host_bytes
+            and resident + staged <= self.shared_free(moved)
+            and self.activation_least_bytes <= moved <= self.activation_host_bytes
             and min(self.blocks_least, len(self.blocks)) <= len(plan.blocks_on_device) <= self.blocks_most
             and (
                 math.isinf(self.host_free_bytes)

@@ -14,8 +14,8 @@ from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
 from perfmodel.policies import cpu_only, resident, static_ratio, stride
-from perfmodel.schedule import Schedule
 from perfmodel.simulate import serve
+from perfmodel.tasks import Schedule
 
 Policy = Callable[[Workload], Plan]
 

@@ -14,8 +14,9 @@ from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.memory import DeviceBytes, device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
-from perfmodel.schedule import Task, schedule
+from perfmodel.schedule import schedule
 from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.tasks import Task
 from perfmodel.timeline import Lane, Op
 from perfmodel.workload import BlockLoad, SubgroupLoad, Workload, peak_room
 

@@ -15,8 +15,9 @@ from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.plan import Tier
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
-from perfmodel.schedule import Schedule, SubgroupState, schedule_step
+from perfmodel.schedule import schedule_step
 from perfmodel.simulate import Scope, Simulator, exposed, makespan, serve
+from perfmodel.tasks import Schedule, SubgroupState
 from perfmodel.windows import ordered
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
 from tests.support.machines import machine, with_disk, work

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
+from perfmodel.schedule import schedule, schedule_step
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
+from perfmodel.tasks import SubgroupState, Task, arriving, leaving, staged
 from perfmodel.workload import SavedTensors
 from tests.support.machines import machine, work
 from tests.support.schedules import found, lines

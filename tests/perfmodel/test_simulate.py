@@ -11,8 +11,8 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, run_tasks, shared_rates
 from perfmodel.policies import cpu_only, stride
-from perfmodel.schedule import Schedule
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
+from perfmodel.tasks import Schedule
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
 

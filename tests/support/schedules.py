@@ -1,7 +1,7 @@
 """Schedules as text, and what a step finds."""
 
 from perfmodel.plan import Tier
-from perfmodel.schedule import Schedule, SubgroupState
+from perfmodel.tasks import Schedule, SubgroupState
 
 
 def lines(made: Schedule) -> list[str]:
