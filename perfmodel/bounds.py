@@ -188,7 +188,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     limits: dict[str, list[tuple[float, float | None]]] = {
         **dict.fromkeys(("x", "z", "disk"), [(0.0, 1.0)] * n),
         "y": [(0.0, 1.0 if size <= staging else 0.0) for size in state],
-        "filling": [(0.0, fill)],
+        "first": [(0.0, fill)],
         "away": [(least / scale, most / scale)],
         "ahead": [(0.0, windows_read)],
         "weights": [(streams_least, streams_most)],
