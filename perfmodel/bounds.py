@@ -19,16 +19,16 @@ from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
 from perfmodel.workload import SubgroupLoad, Workload, peak_room
 
 MOST_SUMS = 100_000
-"""Of sizes of subgroups, that are tried."""
+"""The most sums of sizes of subgroups that are tried."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and what it is made of.
+    """A lower bound, the resource that it hangs on, and the placements that reach it.
 
-    seconds: of the update alone, or, with compute in the scope, of what the update adds to it.
-    binding: what would shorten it most if it were 1% more: `CPU`, `GPU`, `H2D`, `D2H`, `disk read`, `disk write`,
-        `host DRAM`; `nothing` if all hides behind compute.
+    seconds: of the update alone, or, with compute in the scope, the seconds that the update adds to it.
+    binding: the resource that would shorten it most if it were 1% faster: `CPU`, `GPU`, `H2D`, `D2H`, `disk read`,
+        `disk write`, `host DRAM`; `nothing` if all hides behind compute.
     shares: of the parameters, per placement, where the bound is reached.
     """
 
@@ -149,7 +149,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
     streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
-    # Each with what it may not exceed.
+    # Each with the limit that it may not exceed.
     rows = {
         # Work of the CPU and of the links, in the time for which they are busy or beside backward.
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
@@ -169,7 +169,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, y=-offloaded, z=-offloaded, early=1), 0.0),
-        # The GPU updates residents first; what is streamed comes after them, the forward at the end.
+        # The GPU updates residents first, streamed subgroups after them, and computes the forward at the end.
         "residents": (row(z=-gpu, t=1), 0.0),
         "others": (row(z=together, u=1, T=-1), after),
         "GPU": (row(y=gpu, z=together, T=-1), 0.0),
@@ -240,7 +240,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
         write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
         rows |= {
-            # What does not fit on the host is read and written, but for what windows have from the last step.
+            # State that does not fit on the host is read and written, but for the state that is in windows yet.
             "host": (row(x=taken / size, y=taken / size, disk=-taken / size), free / size),
             "disk read": (row(disk=read, reading=-1, both=-read_beside, ahead=-1), 0.0),
             "disk write": (row(disk=write, writing=-1, both=-write_beside), unwritten),
@@ -292,9 +292,9 @@ def _alone(load: SubgroupLoad, stream: Stream, profile: HardwareProfile) -> floa
 
 
 def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
-    """The most bytes that subgroups take on a host where so many are free: each has room there or has not.
+    """The most bytes that whole subgroups take of the `free` bytes of a host.
 
-    Of many sizes not all sums are tried, and `free` is what they take at most.
+    With many sizes not all sums are tried, and the result is `free`.
     """
     sums = {0}
     for load, count in classes.items():

@@ -29,7 +29,7 @@ from perfmodel.workload import BlockLoad, Workload
 
 
 class ScheduleBuilder:
-    """The tasks so far.
+    """The tasks of a schedule so far.
 
     piece: of backward, by the subgroup whose gradient is complete then. windows: see there.
     departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or
@@ -65,9 +65,9 @@ class ScheduleBuilder:
         return len(self.tasks) - 1
 
     def add_early(self, transfers: Sequence[Task]) -> None:
-        """Transfers beside backward: complete gradients leave, state comes.
+        """Add transfers beside backward, of complete gradients to the host and of state to the device.
 
-        What comes to stay does so from the first gradient on, what comes to a slot after half of backward.
+        State that is to stay comes from the first gradient on, state that comes to a slot after half of backward.
         """
         first = len(self.tasks)
         after: dict[int, int] = {}
@@ -84,9 +84,9 @@ class ScheduleBuilder:
     def step(self, backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
         """Schedule subgroups that wait for no slot first, then all others as the plan orders them.
 
-        Residents of one format are updated together, behind what could hold up a transfer home: state that leaves, and
-        state that has come to a slot already.
-        vacated: by slot, what has to end before it is filled for the first time.
+        Residents of one format are updated together, behind updates that could hold up a transfer home: of state that
+        leaves, and of state that has come to a slot already.
+        vacated: by slot, the tasks that have to end before it is filled for the first time.
         """
         self._backward, found = backward, self._found
         for turn, i in enumerate(self._plan.order):
@@ -138,7 +138,7 @@ class ScheduleBuilder:
                 rank += 1
 
     def _arriving(self, i: int) -> None:
-        """State that comes to stay, and its gradient is there."""
+        """Bring state that is to stay, and update it."""
         fetched = self.fetched.get(i)
         if fetched is None:
             fetched = self._to_device(i, self._backward)
@@ -146,7 +146,7 @@ class ScheduleBuilder:
         self._update(i, (fetched, *self._backward))
 
     def _staged(self, i: int, slot: int, vacated: tuple[int, ...]) -> int:
-        """State, offloaded gradients or both come up for the update; what frees the slot again."""
+        """Bring state, offloaded gradients or both up for the update. Return the task that frees the slot again."""
         found, resident = self._found[i], self._plan.placements[i] is RESIDENT
         fetched = self.fetched.get(i)
         ready: tuple[int, ...] = () if fetched is None else (fetched,)
@@ -171,7 +171,7 @@ class ScheduleBuilder:
         return freed
 
     def _on_host(self, i: int) -> None:
-        """An update on the host. What it needs may have to leave the device first; parameters go up unless streamed."""
+        """Update on the host. State may have to leave the device first; parameters go up unless weights stream."""
         found, ready = self._found[i], self.departed.get(i, ())
         through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
         here = self._to_host(i) if through else ()
@@ -184,7 +184,7 @@ class ScheduleBuilder:
         ready += here if through else self._to_host(i)
         update = self._updated[i] = self.add(ON_HOST, i, found.numel, ready + self._backward)
         if not found.streams:
-            # What the caller queued before the step still reads the old parameters.
+            # Work that the caller queued before the step still reads the old parameters.
             after = (update, *self._backward)
             self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, after)
         self._rest(i, (self._updated[i],))
@@ -194,7 +194,7 @@ class ScheduleBuilder:
         return update
 
     def _leave(self, i: int, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
-        """State leaves the device, home or to a window. beside: as for `_move`."""
+        """Move state from the device, home or to a window. beside: as for `_move`."""
         if self._plan.stays(i) is not DISK:
             return self._move(i, Move(DEVICE, self._plan.stays(i)), after, slot, beside)
         window, vacated = (self.windows.inside[i], ()) if i in self.windows.inside else self.windows.take(i)
@@ -203,10 +203,10 @@ class ScheduleBuilder:
         return flush
 
     def _from_disk(self, i: int) -> tuple[int, ...]:
-        """State comes from disk, home if it is to rest there, else to a window; what brings it, if it was there."""
+        """Move state from disk, home if it is to rest there, else to a window. Return the task that does, if any."""
         found = self._found[i]
         self.windows.use(i)
-        # What was in a window may have had to leave it before its turn.
+        # State that was in a window may have had to leave it before its turn.
         if found.state is not DISK and (found.window is None or i in self.windows.inside):
             return ()
         window, vacated = self.windows.take(i)
@@ -216,12 +216,12 @@ class ScheduleBuilder:
         return (read,)
 
     def _to_device(self, i: int, after: tuple[int, ...], slot: int | None = None, beside: int = 0) -> int:
-        """State comes to the device, from wherever it is; what brings it. beside: as for `_move`."""
+        """Move state to the device, from wherever it is. Return the task that does. beside: as for `_move`."""
         here = self._from_disk(i)
         return self._move(i, Move(HOST if here else self._found[i].state, DEVICE), (*after, *here), slot, beside)
 
     def _to_host(self, i: int) -> tuple[int, ...]:
-        """State comes to the host, from wherever it is; what brings it."""
+        """Move state to the host, from wherever it is. Return the task that does, if any."""
         state = self._found[i].state
         here = () if state is DEVICE else self._from_disk(i)
         if here or state is HOST:
@@ -231,7 +231,7 @@ class ScheduleBuilder:
         return (self._move(i, Move(state, HOST), self._backward),)
 
     def _rest(self, i: int, after: tuple[int, ...]) -> None:
-        """After these tasks the host has the state as it is to rest; what is at home and belongs on disk is written."""
+        """Let state rest that the host has after these tasks: state that is at home and belongs on disk is written."""
         if i in self.windows.inside:
             self.windows.complete(i, after)
         elif self._plan.stays(i) is DISK:
@@ -249,12 +249,12 @@ class ScheduleBuilder:
         beside: int = 0,
         window: int | None = None,
     ) -> int:
-        """State goes from tier to tier. beside: bytes that go the same way."""
+        """Move state from tier to tier. beside: bytes that go the same way."""
         size = self._workload.subgroups[i].state_bytes + beside
         return self.add(MOVES[move], i, size, after, slot, move=move, window=window)
 
     def runs(self) -> list[Run]:
-        """Of the next forward, in which each subgroup waits for its own parameters."""
+        """The runs of the next forward, in which each subgroup waits for its own parameters."""
         updated = {i: (task,) for i, task in self._updated.items()}
         return [
             (part, size, () if part < 0 or self._found[part].streams else updated.get(part, ()))

@@ -22,7 +22,7 @@ SIZES = {
     ),
     Placement.GPU_RESIDENT: ((Stream.GPU, "numel"),),
 }
-"""The operations of each placement in their order, with what says how large they are."""
+"""The operations of each placement in their order, with the fields that say how large they are."""
 FROM_DISK = (Stream.READ, "state_bytes"), (Stream.WRITE, "state_bytes")
 """The streams before and after them where state rests on disk."""
 
@@ -40,7 +40,7 @@ class Demand(NamedTuple):
 
 
 def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: HardwareProfile) -> Demand:
-    """Of one operation on a subgroup, or on a part of it. size: bytes of a copy; parameters of an update."""
+    """The demand of one operation on a subgroup or a part of it. size: bytes of a copy; parameters of an update."""
     lane = LANE_OF_STREAM[stream]
     service = LANES[lane]
     if service.through_host:

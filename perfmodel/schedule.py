@@ -16,7 +16,7 @@ from perfmodel.workload import Workload
 
 
 def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
-    """The plan if state is where the plan wants it, and all gradients and memory are there.
+    """Make the schedule of a plan that finds all state, gradients and memory where it wants them.
 
     Raises ValueError when the plan is of another number of subgroups, or of blocks that the workload does not have.
     """
@@ -55,7 +55,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         vacated = [backward] * slots
     if overlapped:
         for i in range(len(loads) - 1, -1, -1):
-            # What comes from disk has no memory for its gradients until its turn, where they are not offloaded.
+            # State from disk has no memory for its gradients until its turn, where they are not offloaded.
             if not loads[i].returned_bytes and (plan.placements[i] is not CPU or i in plan.on_disk):
                 continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
@@ -66,7 +66,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         return Schedule(tuple(made.tasks), kept=made.windows.inside)
     runs, updated = made.runs(), made.updated
     if scope.forward is Phase.SERIAL:
-        # What is written to disk is of no use to it.
+        # Forward does not wait for writes to disk.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
         parts = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
         runs, updated = [(part, size, before) for part, size in parts], lambda block: before
@@ -77,7 +77,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
 
 
 def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
-    """A micro-batch behind which nothing is updated: its backward, from which gradients leave, and the next forward."""
+    """Make the schedule of a micro-batch without an update: backward, from which gradients leave, and forward."""
     made = ScheduleBuilder(plan, workload, ())
     weights = WeightFetches(made.add, workload, plan.blocks_on_device)
     pieces = backward_pieces(made.add, workload, len(workload.moved(plan.activation_bytes)), weights)
@@ -91,7 +91,7 @@ def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
 
 
 def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
-    """The step that `step()` issues: the plan applied to what is found.
+    """Make the schedule that `step()` issues: the plan applied to the places where state and gradients are found.
 
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
     begun: transfers under way that it uses, in the order of their issue.

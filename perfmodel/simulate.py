@@ -63,7 +63,7 @@ class Simulator:
         self._waits = {} if waits is None else waits
 
     def makespan(self, plan: Plan) -> float:
-        """As the function of that name."""
+        """Seconds of a plan, as the function of that name returns them."""
         _, end = self.serve(schedule(plan, self._workload, self._scope))
         self.tasks += len(end)
         whole = Phase.ABSENT not in (self._scope.backward, self._scope.forward)
@@ -80,7 +80,7 @@ class Simulator:
         return self._waits[key]
 
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
-        """When each task of a schedule starts and ends."""
+        """Start and end of each task of a schedule, in seconds."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
         each_s, compute = workload.seconds_by_size, Stream.COMPUTE
         tasks = []

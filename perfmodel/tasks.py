@@ -10,7 +10,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Placement, Plan, Tier
 from perfmodel.timeline import Op
 
-# What tasks do, and on which stream. Names of their own, because the planner makes some hundred
+# Operations and their streams. Names of their own, because the planner makes some hundred
 # thousand tasks, and looking up a member of an enum takes as long as making one.
 GRADIENT, PARAMETER = (Op.GRADIENT, Stream.GRADIENT), (Op.PARAMETER, Stream.PARAMETER)
 PREFETCH, FLUSH = (Op.PREFETCH, Stream.PREFETCH), (Op.FLUSH, Stream.FLUSH)
@@ -55,7 +55,7 @@ class Schedule:
     """Tasks in issue order; a task's number is its place.
 
     under_way: how many of them were under way when the others were scheduled: pieces of backward, and
-        what left or arrived beside them. In a step the next task is the end of backward, where
+        transfers beside them. In a step the next task is the end of backward, where
         `step()` was called; a plan has no such task.
     kept: the windows in which state stays that belongs on disk, by subgroup.
     """

@@ -12,7 +12,7 @@ from perfmodel.workload import BlockLoad, Workload
 WEIGHTS = (Op.WEIGHTS, Stream.WEIGHTS)
 
 Add = Callable[[tuple[Op, Stream], int | None, int, tuple[int, ...]], int]
-"""Adds a task: what, the subgroup, its size and what it waits for; its number."""
+"""Adds a task (operation and stream, subgroup, size, tasks that it waits for) and returns its number."""
 After = Callable[[BlockLoad], tuple[int, ...]]
 
 
@@ -32,18 +32,18 @@ class WeightFetches:
         """The last piece of each use of a block so far."""
         self._begun = 0
         self._coming = deque[tuple[int, int, int, tuple[int, ...]]]()
-        """Of blocks that are used in this pass: the first part, the last one, bytes, and what the fetch waits for."""
+        """Blocks that this pass has yet to fetch: first part, last part, bytes, and tasks that the fetch waits for."""
         self._fetched: dict[int, int] = {}
         self._last = set[int]()
 
     def begin(self, *, backward: bool, after: After = lambda block: (), updated: bool = False) -> None:
-        """Begin forward or backward. after: gives what the fetch of a block waits for besides.
+        """Begin forward or backward. after: returns further tasks that the fetch of a block waits for.
 
         updated: whether all weights are others than in the pass before.
         """
         self._fetched.clear()
         self._last.clear()
-        # Backward has not come to what is frozen before all that is trained.
+        # Backward has not come to blocks that are frozen before all that is trained.
         trained = backward or all(block.stop for _, block in self._streamed)
         there = self._window if trained and not updated else 0
         for b, block in reversed(self._streamed) if backward else self._streamed:

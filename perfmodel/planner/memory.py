@@ -80,7 +80,7 @@ def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
 class DeviceBytes:
     """Device memory that training takes beside optimizer state, in bytes of one rank.
 
-    weights, gradients: of what the rank keeps.
+    weights, gradients: of the parameters that the rank keeps.
     activations: of all blocks, held when backward begins. logits: with the loss, beside them.
     block: one block's weights and gradients while they are gathered, and its activations.
     reserved: taken by the runtime.
@@ -96,7 +96,7 @@ class DeviceBytes:
     logits: int = 0
 
     def peak_bytes(self, accumulating: bool = False) -> int:
-        """At the worst moment: as backward begins, or as it ends.
+        """Bytes at the worst moment: as backward begins, or as it ends.
 
         Gradients grow as activations go, and both do so evenly, so that neither moment between is worse.
         accumulating: whether those of an earlier micro-batch are there all the time, not set to None before forward.
@@ -106,19 +106,19 @@ class DeviceBytes:
 
     @property
     def update(self) -> int:
-        """While the optimizer updates."""
+        """Bytes while the optimizer updates."""
         return self.reserved + self.weights + self.gradients
 
 
 def device_footprint(question: Question) -> DeviceBytes:
     """Memory that the model and its compute take on one rank's device.
 
-    ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
-    reduced. Gradients that are offloaded are on the device one block at a time, too.
+    ZeRO keeps parts whole, one block at a time: weights while they are gathered, gradients until they are reduced.
+    Gradients that are offloaded are on the device one block at a time, too.
     FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
-    Of weights that may stream a window is counted, besides what is of no block.
+    Of weights that may stream a window is counted, and those outside blocks.
     """
     model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values

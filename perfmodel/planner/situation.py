@@ -104,7 +104,7 @@ class Situation:
         """The update with the memory that DOSAdam gives it.
 
         State is resident in whole subgroups. Slots share that memory; if not attached, they are gone when the next
-        forward begins, and may have what it and backward need. So do weights that may stream.
+        forward begins, and may have the memory that it and backward need. So do weights that may stream.
         """
         question = self.question
         loads, blocks = self._loads()
@@ -147,10 +147,10 @@ class Situation:
         return makespan(plan, self.update_workload, self.profile)
 
     def iteration_s(self, plan: Plan) -> float:
-        """Seconds of a step: micro-batches, update and what waits for it.
+        """Seconds of a step: micro-batches, update and work that waits for it.
 
-        No less than any resource is busy for: what collectives take of PCIe is not there for the
-        optimizer's transfers, which the simulation of the schedule does not know.
+        No less than any resource is busy for: the simulation of the schedule does not know that
+        collectives take their part of PCIe.
         """
         if self.question.offload_parameters:
             # If attached, a layer's copy to the device waits for its own update, else forward for all.
@@ -159,7 +159,7 @@ class Situation:
             seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
-        work = self.iteration_workload  # what the other micro-batches wait for is among the seconds already
+        work = self.iteration_workload  # the waits of the other micro-batches are among the seconds already
         seconds += (work.forward_s + work.backward_s) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
@@ -205,7 +205,7 @@ class Situation:
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
     def _least_offloaded(self, device: DeviceBytes) -> int:
-        """The share that was asked for; if that is for the planner to say, what has to move so that the rest fits."""
+        """Bytes of the share that was asked for; with `auto`, the bytes without which it does not fit."""
         share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
         if share != "auto":
             return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
@@ -217,7 +217,7 @@ class Situation:
 
     @property
     def _most_offloaded(self) -> float:
-        """Bytes, up to where the peak is another one and there is room on the host."""
+        """Bytes up to which moving lowers the peak, and for which there is host memory."""
         if self.question.offload_activations != "auto":
             return self.least_offloaded
         nothing = dataclasses.replace(self.device, activations=0, logits=0)
@@ -230,7 +230,7 @@ class Situation:
     def _loads(self) -> tuple[tuple[SubgroupLoad, ...], tuple[BlockLoad, ...]]:
         """The subgroups, and the blocks that may stream, whose subgroups are their own.
 
-        Half of what is of no block stands before these and half behind, as an embedding and an output layer do.
+        Half of the parameters outside blocks stand before these and half behind, as embedding and output layer do.
         """
         question, model = self.question, self.question.model
         each: dict[int, SubgroupLoad] = {}
@@ -252,7 +252,7 @@ class Situation:
         return (*loads, *cut(max(0, outer) - max(0, outer) // 2)), tuple(blocks)
 
     def _load(self, numel: int) -> SubgroupLoad:
-        """A subgroup of so many parameters."""
+        """Return a subgroup of `numel` parameters."""
         question = self.question
         return dataclasses.replace(
             SubgroupLoad.of(numel, question.format),
