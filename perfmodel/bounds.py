@@ -16,7 +16,7 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
-from perfmodel.workload import SubgroupLoad, Workload, peak_room
+from perfmodel.workload import WEIGHT_WINDOW, SubgroupLoad, Workload, peak_room
 
 MOST_SUMS = 100_000
 """The most sums of sizes of subgroups that are tried."""
@@ -145,7 +145,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     fetch_forward, fetch_backward = (fetch * (phase is Phase.OVERLAPPED) for phase in (scope.forward, scope.backward))
     fetch_slowly = sum(one.seconds for one in fetches) / h2d[h2d > 0].min()
     # The most that is there yet when a pass begins, and need not come for it.
-    there = sum(blocks[-workload.weight_window :]) / profile.h2d_bandwidth if blocks else 0.0
+    there = sum(blocks[-WEIGHT_WINDOW:]) / profile.h2d_bandwidth if blocks else 0.0
     streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
     streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch

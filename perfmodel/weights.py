@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from perfmodel.lanes import Stream
 from perfmodel.timeline import Op
-from perfmodel.workload import BlockLoad, Workload
+from perfmodel.workload import WEIGHT_WINDOW, BlockLoad, Workload
 
 WEIGHTS = (Op.WEIGHTS, Stream.WEIGHTS)
 
@@ -26,7 +26,7 @@ class WeightFetches:
     """
 
     def __init__(self, add: Add, workload: Workload, on_device: Collection[int]) -> None:
-        self._add, self._window = add, workload.weight_window
+        self._add = add
         self._streamed = [(b, block) for b, block in enumerate(workload.blocks) if b not in on_device]
         self._ended: list[int] = []
         """The last piece of each use of a block so far."""
@@ -45,7 +45,7 @@ class WeightFetches:
         self._last.clear()
         # Backward has not come to blocks that are frozen before all that is trained.
         trained = backward or all(block.stop for _, block in self._streamed)
-        there = self._window if trained and not updated else 0
+        there = WEIGHT_WINDOW if trained and not updated else 0
         for b, block in reversed(self._streamed) if backward else self._streamed:
             parts = range(block.start, block.stop) or (~b,)
             first, last = (parts[-1], parts[0]) if backward else (parts[0], parts[-1])
@@ -57,7 +57,7 @@ class WeightFetches:
                 self._last.add(last)
             else:
                 self._coming.append((first, last, block.nbytes, after(block)))
-        while self._coming and self._begun < self._window + len(self._ended):
+        while self._coming and self._begun < WEIGHT_WINDOW + len(self._ended):
             self._fetch()
 
     def wanted(self, part: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class WeightFetches:
 
     def _fetch(self) -> None:
         first, last, nbytes, after = self._coming.popleft()
-        vacated = (self._ended[self._begun - self._window],) if self._begun >= self._window else ()
+        vacated = (self._ended[self._begun - WEIGHT_WINDOW],) if self._begun >= WEIGHT_WINDOW else ()
         self._fetched[first] = self._add(WEIGHTS, None, nbytes, (*vacated, *after))
         self._last.add(last)
         self._begun += 1

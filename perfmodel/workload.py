@@ -120,7 +120,6 @@ class Workload:
     blocks: whose weights may be on the host, in the order in which forward uses them. Memory counts as free where
         weights may be: `peak_free_bytes` and `shared_free_bytes` are for those that stay or are fetched, too.
     blocks_least, blocks_most: of them that stay on the device.
-    weight_window: of the others, that are on the device at a time: the one that computes and those fetched ahead.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
 
     Raises ValueError for an empty workload, negative times or sizes, saved tensors or blocks that are out of order, or
@@ -143,7 +142,6 @@ class Workload:
     blocks: tuple[BlockLoad, ...] = ()
     blocks_least: int = 0
     blocks_most: float = math.inf
-    weight_window: int = WEIGHT_WINDOW
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -151,9 +149,8 @@ class Workload:
             raise ValueError("a workload needs at least one subgroup, found none")
         free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes"
         host = "activation_least_bytes", "activation_host_bytes", "host_free_bytes", "windows", "passing_bytes"
-        for name in ("weight_window", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches must be 1 or more, found {self.micro_batches}")
         if self.blocks:
             self._check_blocks()
         for name in ("forward_s", "backward_s", *free, *host):
@@ -260,7 +257,7 @@ class Workload:
     def weight_bytes(self, on_device: Collection[int]) -> int:
         """Device memory for weights if those of these blocks stay and the others have a window."""
         streamed = sorted(block.nbytes for b, block in enumerate(self.blocks) if b not in on_device)
-        return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-self.weight_window :])
+        return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-WEIGHT_WINDOW:])
 
     def moved(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """The tensors saved first that fit into this number of bytes: they move to the host."""
