@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perfmodel import Placement, Plan
 from perfmodel.adaptive import STEADY, TASKS_AT_ONCE, AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import format_of
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.plan import Tier
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
@@ -405,3 +406,28 @@ def test_part_of_the_saved_tensors_leaves_where_links_have_room_for_a_part() -> 
     )
     stay, leave, part = best_with(load, MACHINES["h100"])
     assert part < min(stay, leave) / 1.3
+
+
+def test_no_iteration_runs_a_plan_that_is_worse_than_one_that_was_simulated() -> None:
+    """Half of the state fits, and saved tensors may make room for more."""
+    load = SubgroupLoad.of(67_638, format_of("bfloat16"))
+    groups = tuple(SavedTensors(598_277, (i + 1) / 25, 1 - i / 25) for i in range(24))
+    workload = Workload(
+        (load,) * 24,
+        forward_s=0.15,
+        backward_s=0.3,
+        peak_free_bytes=12 * load.state_bytes,
+        shared_free_bytes=12 * load.state_bytes,
+        activations=groups,
+        activation_host_bytes=15 * 598_277,
+    )
+    node = MACHINES["h100"].replace(copy_latency_s=0.0, launch_latency_s=0.0)
+    node = dataclasses.replace(node, host_bandwidth=node.host_bandwidth / 2)
+    profile = node.scaled(24 * load.state_bytes / 0.3 / node.h2d_bandwidth)
+    planner, seconds = AdaptivePlanner(), list[float]()
+    while not planner.settled:
+        plan = planner(workload, profile)
+        seconds.append(makespan(plan, workload, profile, Scope.beside(workload)))
+        planner.learn()
+    assert len(seconds) > 3, "the search takes several iterations"
+    assert all(after <= before for before, after in itertools.pairwise(seconds)), seconds

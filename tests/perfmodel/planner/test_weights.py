@@ -18,7 +18,7 @@ from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import fastest_batch, most, remedies
 from tests.support import blocks, planner
 from tests.support.devices import Pinning
-from tests.support.planner import answer, asked, text
+from tests.support.planner import answer, text
 
 GIB = 2**30
 LLAMA, QWEN = (Transformer.from_config(MODELS[name]) for name in ("Llama 3.1 8B", "Qwen2.5 14B"))
@@ -167,17 +167,3 @@ def test_the_answer_says_what_streams(capsys: pytest.CaptureFixture[str]) -> Non
     assert answer(f"{LINE} --host 128GB")["job"]["streamed_weight_bytes"] == 0
     lever = next(each for each in answer(f"{LINE} --host 128GB")["levers"] if each["change"] == "--weights auto")
     assert lever["largest_batch"] > 2 * answer(f"{LINE} --host 128GB")["largest_batch"]
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ("", "without --offload-gradients; add it"),
-        ("--offload-gradients --no-attach", "with --no-attach; leave that out"),
-        ("--offload-gradients --ranks 2", "for one GPU without FSDP2"),
-        ("--fsdp --offload-parameters", "--fsdp --offload-parameters"),
-    ],
-)
-def test_what_cannot_stream_is_refused_with_the_way(more: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        asked(*f"--params 8e9 --machine rtx-4090 --weights auto {more}".split())
