@@ -1,4 +1,4 @@
-"""The step as data: the tasks of a schedule, and what a step finds before it makes them."""
+"""The step as data: the tasks of a schedule, and the state and gradients that a step finds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of blocks that stream: their fetches, what an update needs of them, their memory, and the bound."""
+"""Weights of blocks that stream: their fetches, their updates, their memory, and the bound."""
 
 import dataclasses
 import itertools
@@ -79,7 +79,7 @@ def test_blocks_are_fetched_while_the_one_before_computes() -> None:
 
 
 def test_an_update_finds_weights_at_home_or_moves_them_there() -> None:
-    """On the CPU nothing is copied, not even what it lacked elsewhere; state that leaves takes them with it."""
+    """On the CPU nothing is copied, not even parameters that it lacks; state that leaves takes weights with it."""
     finds = [
         found(state, HOST, 12, 24, stale_bytes=24)._replace(streams=True) for state in (HOST, HOST, DEVICE, DEVICE)
     ]

@@ -1,4 +1,4 @@
-"""Forward and backward layer by layer: what is hidden behind compute, and what is not."""
+"""Forward and backward layer by layer: transfers that hide behind compute, and those that do not."""
 
 from __future__ import annotations
 

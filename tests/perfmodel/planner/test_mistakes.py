@@ -102,7 +102,7 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 
 
 @pytest.mark.parametrize("line", MISTAKES.strip("\n").splitlines())
-def test_what_a_user_can_get_wrong(
+def test_mistakes_of_users(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = line.split(" > ")
