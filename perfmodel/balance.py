@@ -22,7 +22,7 @@ from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import SubgroupLoad, Workload
 
-LANES = {
+SHARING = {
     CPU: Stream.CPU,
     H2D: Stream.PREFETCH,
     D2H: Stream.FLUSH,
@@ -79,7 +79,7 @@ class Balance:
         self._fetches: dict[frozenset[int], tuple[float, float, float, float]] = {}
         self._spills = math.isfinite(workload.host_free_bytes)
         typical = demands(max(workload.subgroups, key=lambda load: load.numel), profile)
-        lanes = list(LANES.items())[: None if self._spills else -2]
+        lanes = list(SHARING.items())[: None if self._spills else -2]
         speeds = speeds_by_busy_lanes({lane: typical[stream].rate for lane, stream in lanes}, profile)
         self._speeds = np.stack([speeds, _in_turn(speeds, typical)])
         """Speeds of the lanes by which of them are busy: with several slots, and with one."""
