@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from perfmodel.format import MIXED, Format, update_traffic
-from perfmodel.plan import Placement, Plan
+from perfmodel.plan import Placement, Plan, Tier
 
 
 @dataclass(frozen=True)
@@ -286,9 +286,7 @@ class Workload:
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
         staged, moved = self.staging_bytes(plan.slots), plan.activation_bytes
-        at_home = (
-            i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk
-        )
+        at_home = (i for i in plan.order if plan.stays(i) is Tier.HOST)
         return (
             resident <= self.peak_free(moved)
             and staged <= self.update_free_bytes

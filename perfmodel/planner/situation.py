@@ -12,7 +12,7 @@ from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
-from perfmodel.planner.memory import DeviceBytes, device_footprint, held_bytes, host_bytes, saved_tensors, spill
+from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import schedule
 from perfmodel.simulate import Phase, Scope, makespan
@@ -47,12 +47,17 @@ class Situation:
         if question.disk_bytes is not None:
             shared = {rate: getattr(self.profile, rate) / question.per_node for rate in DISK_RATES}
             self.profile = self.profile.replace(**shared)
-        plain = device_footprint(question)
+        plain, share = device_footprint(question), question.offload_activations
         self.saved = saved_tensors(question)
-        self.least_offloaded = self._least_offloaded(plain)
-        gone = peak_room(self.saved, self.least_offloaded)
-        self.device = dataclasses.replace(plain, activations=plain.activations - gone)
-        self.peak = self.device.peak_bytes(question.accumulation)
+        sums = [0, *accumulate(each.nbytes for each in self.saved)]
+        # The share that was asked for; if that is for the planner to say, the least with which the rest fits.
+        amounts = sums if share == "auto" else [max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])]
+        for nbytes in amounts:
+            self.least_offloaded = nbytes
+            self.device = dataclasses.replace(plain, activations=plain.activations - peak_room(self.saved, nbytes))
+            self.peak = self.device.peak_bytes(question.accumulation)
+            if self.peak <= question.device_bytes:
+                break
         self.usable = int((1 - MARGIN) * question.device_bytes)
         self.room = max(0, self.usable - self.peak)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
@@ -203,17 +208,6 @@ class Situation:
             "host DRAM": (math.fsum(traffic) + up + down) / profile.host_bandwidth_per_rank,
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
-
-    def _least_offloaded(self, device: DeviceBytes) -> int:
-        """Bytes of the share that was asked for; with `auto`, the bytes without which it does not fit."""
-        share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
-        if share != "auto":
-            return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
-        for nbytes in sums:
-            rest = dataclasses.replace(device, activations=device.activations - peak_room(self.saved, nbytes))
-            if rest.peak_bytes(self.question.accumulation) <= self.question.device_bytes:
-                return nbytes
-        return sums[-1]
 
     @property
     def _most_offloaded(self) -> float:
