@@ -31,7 +31,7 @@ from perfmodel.workload import BlockLoad, Workload
 class ScheduleBuilder:
     """The tasks of a schedule so far.
 
-    piece: of backward, by the subgroup whose gradient is complete then. windows: see there.
+    piece: of backward, by the subgroup whose gradient is complete then. windows: on the host, for state on disk.
     departed, fetched: by subgroup, tasks beside backward that bring its gradients to the host, or
         its state to a slot.
     """
