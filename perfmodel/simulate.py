@@ -91,8 +91,8 @@ class Simulator:
                 load = loads[subgroup or 0]
                 key = stream, size, id(load)  # equal ones often are one object, which the workload keeps
                 if key not in known:
-                    seconds, traffic = operation_demand(stream, size, load, self._profile)
-                    known[key] = seconds, traffic / seconds if seconds > 0 else 0.0
+                    cost = operation_demand(stream, size, load, self._profile)
+                    known[key] = cost.seconds, cost.rate
                 seconds, rate = known[key]
             tasks.append((stream, seconds, rate, after))
         return run_tasks(tasks, self._profile)
