@@ -150,6 +150,7 @@ class Attachment:
 
     def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
         """The module's parameters as the optimizer knows them; those of a block that computes are copies."""
+        recurse = recurse or isinstance(module, nn.MultiheadAttention)  # it reads its projection's, which never runs
         return [self.homes.get(id(p), p) for p in parameters_of(module, recurse=recurse)]
 
     def _add(self, module: nn.Module) -> None:

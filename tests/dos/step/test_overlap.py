@@ -158,6 +158,19 @@ def test_values_that_user_code_puts_in_the_place_of_an_update_are_trained_on() -
     assert ends[0] == ends[1]
 
 
+def test_a_step_waits_for_no_update_of_attention() -> None:
+    """Its projection never runs, for torch's attention reads the weights."""
+    layers = [nn.TransformerEncoderLayer(24, 2, 40, 0.0) for _ in range(2)]
+    model, device = nn.Sequential(*layers), UpdatesAfterStep(SLOW, capacity=10**7)
+    optimizer = accelerated(model, attach=True, policy="cpu", device=device)
+    train(model, optimizer, 1)
+    backward(model, 1)
+    device.returned.clear()
+    optimizer.step()
+    device.returned.set()
+    optimizer.synchronize()
+
+
 class Reading(nn.Module):
     """Reads the weight of the module that it has last, which therefore never runs."""
 
