@@ -93,7 +93,7 @@ class DiskBench:
         start = time.perf_counter()
         self._space.write(extent, buffer)
         rate = extent.nbytes / (time.perf_counter() - start)
-        self._space.free(extent)
+        self._space.release(extent)
         in_time = int(min(self._rounds.exchange(rate)) * effort.seconds / effort.repeats)
         return _pages(max(LEAST_BYTES, min(nbytes, in_time)))
 
