@@ -110,7 +110,7 @@ class HostStore:
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """Return the memory that is dropped with the home: not gradients that stay for the step, nor weights at home."""
+        """Return the memory that is dropped with the home: not gradients that stay for the step, nor weights."""
         arena = subgroup.arena
         kept = [arena.incoming] if self._keeps_gradients else []
         if arena.streams:  # this is the home of the parameters themselves
