@@ -100,7 +100,7 @@ class Step:
         """The parts of slots that receive offloaded gradients, and weights that stream."""
 
     def issue(self, give: Callable[[Turn], object]) -> None:
-        """Issue all tasks that are not in flight. give: called with each turn of the host's lane, as early as it can."""
+        """Issue all tasks that are not in flight. give: called with each turn of the host's lane, early."""
         turns: list[Turn] = []
         ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
