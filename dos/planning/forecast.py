@@ -165,7 +165,7 @@ class Forecast:
     def end_iteration(self) -> None:
         """End the iteration; samples from now on belong to the next one."""
         self._extra = self._given_back()
-        self._remember_what_fits()
+        self._remember_fitting()
         now = self._now
         if now:
             if self._watch_for_lasting and self._lasting is not None:
@@ -241,7 +241,7 @@ class Forecast:
             return min(max(int(GROWTH * self._extra), int(MARGIN * self._total)), self._total)
         return 0 if self._least_free >= MARGIN * self._total else self._extra
 
-    def _remember_what_fits(self) -> None:
+    def _remember_fitting(self) -> None:
         if self._failed_at is not None:
             self._fits = self._failed_at, self._patience
             self._patience = min(2 * self._patience, REMEMBERED_AFTER_FAILURE)

@@ -182,7 +182,7 @@ class Report:
             lines += [f"Bound: {_bound(self.workload, self.profile)}"]
         else:
             least = f"with this memory it waits at least {_ms(bound.seconds)} under any plan"
-            lines += [f"Bound: {least}; {_what_binds(bound)}"]
+            lines += [f"Bound: {least}; {_bottleneck(bound)}"]
         if self.efficiency is not None:
             what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
             lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
@@ -242,7 +242,7 @@ class Report:
         """Return one line for the log when the plan has changed."""
         text = f"plan changed: {self.why}; {self.plan}"
         if self.predicted_s is not None and self.bound is not None:
-            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
+            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_bottleneck(self.bound)}"
         return text
 
 
@@ -287,7 +287,7 @@ def _bound(workload: Workload, profile: HardwareProfile) -> Bound | str:
         return str(error)
 
 
-def _what_binds(bound: Bound) -> str:
+def _bottleneck(bound: Bound) -> str:
     return f"{bound.binding} is the bottleneck" if bound.binding != "nothing" else "nothing holds it up"
 
 
