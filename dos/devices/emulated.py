@@ -233,7 +233,7 @@ class EmulatedDevice:
 
     def cached(self) -> Cached:
         usage = self.usage()
-        return Cached(usage.occupied + usage.held, 0)  # what `memory` calls free includes what is unused
+        return Cached(usage.occupied + usage.held, 0)  # the free bytes of `memory` include unused ones
 
     def trim(self) -> None:
         pass
