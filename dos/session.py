@@ -334,6 +334,7 @@ class Session:
     def finish_others(self) -> None:
         """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours."""
         for other in self.registry.watching.others():
+            # Only the other session knows its updates: this step would read parameters that they still write.
             if other.unfinished:
                 other.synchronize()
 
@@ -393,6 +394,7 @@ class Session:
             if record is None or behind is None or here in behind:
                 continue
             try:
+                # The caller is about to read the parameter, which these updates write.
                 for subgroup, _ in self.registry.places[record]:
                     self.ledger.join(subgroup)
             except Exception:
@@ -677,6 +679,7 @@ class Session:
     @entry(*ANY)
     def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
         at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
+        # User code reads the homes on the host, which the flushes of these jobs write.
         for job in self.ledger.updates(at_home, wait=True) or ():
             job.wait()
         self._join(parameters)
