@@ -92,6 +92,7 @@ class Turns:
             raise
         finally:
             with self._changed:
+                # A turn that failed while preparing waits, too: else a later turn could update before an earlier one.
                 self._changed.wait_for(lambda: self._updated == place)
                 self.error = self.error or error
                 self._updated += 1
@@ -100,6 +101,7 @@ class Turns:
     def wait_for(self, place: int) -> None:
         """Block until all turns before this place have updated. Raises the exception of the first that failed."""
         with self._changed:
+            # Two updates at once would share the cores and host DRAM, whose measured rates would be wrong.
             self._changed.wait_for(lambda: self._updated == place)
             self.check()
 
