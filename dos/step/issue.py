@@ -42,10 +42,12 @@ def on_disk(job: Job) -> bool:
 
 def on_device(job: Job) -> Job | None:
     """Wait until the job is issued; return it as the device knows it. None for jobs of host and disk, once ended."""
+    # A stream can wait only for an event that is recorded, not for one to come.
     if isinstance(job, Promise):
         job = job.future.result()
     if isinstance(job, HostJob):
         return None
+    # A device knows no event of the disk's threads: this thread must wait in its place.
     if isinstance(job, DiskJob):
         job.wait()
         return None
@@ -158,6 +160,7 @@ class Step:
     def spans(self, errors: list[Exception]) -> list[Span]:
         """Wait for all jobs, the host lane's included, and return their spans. errors: receives their exceptions."""
         jobs = list(self.jobs)
+        # The host's lane issues these later: without the wait the last ones would be missed, and run on.
         for upload in self.uploads:
             try:
                 jobs.append(upload.result())
@@ -177,6 +180,7 @@ class Step:
 
     def fail(self, error: Exception) -> None:
         """Reject the futures of jobs that will not be issued any more, so that no caller waits for them."""
+        # A hook of a module would otherwise wait for ever for a job that no thread issues.
         for future in self.done.values():
             reject(future, error)
 
@@ -317,6 +321,7 @@ def _issued(job: Job) -> Future[Job]:
 def spans_of(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
     """Wait for the jobs and return their spans. errors: receives their exceptions."""
     spans = []
+    # All are waited for, even after a failure: user code may release memory once this has raised.
     for job in jobs:
         try:
             spans.append(job.wait())
