@@ -89,6 +89,7 @@ class Iteration:
 
         All must have ended. Failed jobs are left out, because backward has raised their exceptions.
         """
+        # Jobs are taken out one by one, because each refers to host memory of the pool, which may be resized after.
         while self.moves:
             with contextlib.suppress(Exception):
                 self.moved += (dataclasses.replace(self.moves.popleft().wait(), subgroup=None),)
