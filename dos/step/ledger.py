@@ -170,6 +170,7 @@ class Ledger:
             windows.make(1, nbytes, self.device)  # beyond the limit, if need be: homes are dropped below
         for subgroup in subgroups:
             windows.enter(subgroup, 0)
+            # One subgroup at a time, through one window: the next copy would overwrite bytes that are being written.
             if source is Tier.DEVICE:
                 stores.copy(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
             stores.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
@@ -231,6 +232,7 @@ class Ledger:
 
         Else backward, which is faster than the link, would fill the device with gradients that wait for their copy.
         """
+        # The first copy ends first, because the stream is in order. Its end releases the gradient's memory.
         while self._freed and self._freed_bytes + nbytes > most:
             wait_for_all([self._freed[0]])
             self._freed_bytes -= self._freed.popleft().nbytes
@@ -330,7 +332,7 @@ class Ledger:
         self.cancel()
 
     def end_transits(self) -> None:
-        """Block until the transits have ended."""
+        """Block until the transits have ended, so that memory to which they copy can be released."""
         wait_for_all(self._transits)
 
     def _inherit(
@@ -345,6 +347,7 @@ class Ledger:
         # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
         self._transits = [transit for transit in self._transits if transit.number not in begun]
         self._state, self._considered = {}, None
+        # From here on the step keeps these gradients' memory, and waits for their copies.
         self._freed.clear()
         self._freed_bytes = 0
         return [
@@ -423,6 +426,7 @@ class Ledger:
             if found[i].state is Tier.HOST:
                 copies = update.download_written()
                 if copies:
+                    # Behind user code's writes on the device; the host reads the copies in `follow_on_host`.
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
                 if copies or subgroup.arena.streams:
                     update.follow_on_host()
@@ -495,6 +499,7 @@ class Ledger:
         """
         step = self.step
         found = [] if step is None else [step.done[s] for s in subgroups if s in step.done]
+        # The CPU may still write the homes that a fetch would read, and no stream can wait for that.
         if not wait and not all(future.done() for future in found):
             return None
         try:
@@ -613,6 +618,7 @@ class Ledger:
         # A lane's own thread that forks would wait for itself.
         if on_own_thread():
             return
+        # After a fork the child would have half an update in place, which none of its threads completes.
         for running in list(self._in_place.values()):
             with contextlib.suppress(Exception):
                 running.exception()
@@ -624,6 +630,7 @@ class Ledger:
             # User code forks while this thread issues a step, as in a signal handler: the lane waits for more turns.
             self._turns.wait()
             threads.remove(self.lane)
+        # Threads first: they issue jobs on the streams that are drained below. Each runs its jobs in order.
         for thread in threads:
             with contextlib.suppress(Exception):
                 thread.submit(lambda: None).result()
