@@ -84,6 +84,7 @@ class Preparation:
             )  # the state is there, not only room
             if store.has(subgroup) and not on_disk:
                 store.drop(subgroup)
+        # A later step may have another plan, and forward needs the memory of slots meanwhile.
         self._ledger.cancel_slots()
         stores.homes.show_again()  # user code may write there before it tries again
 
