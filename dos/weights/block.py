@@ -144,6 +144,7 @@ class Block:
         """Block until no transfer reads the homes, so that user code may write to them."""
         reading = self._reading
         if reading is not None:
+            # The transfer would read half of the values that user code is about to write.
             reading.wait()
             if self._reading is reading:  # backward's thread may have fetched the block again
                 self._reading = None
