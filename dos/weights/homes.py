@@ -214,6 +214,7 @@ class WeightHomes:
             home = places[id(member.parameter)]
             home.copy_(member.parameter.detach())
             member.parameter.data = home
+        # The copies have no values of their own after this: the next forward fetches them from the homes.
         block.free()
 
     def _move_to_device(self, block: Block) -> None:
