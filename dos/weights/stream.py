@@ -60,6 +60,7 @@ class WeightStream:
         """watcher: its `weights_ready` returns the jobs after which homes have their newest values."""
         self.blocks = tuple(blocks.values())
         self._device = device
+        # Weak: the model's hooks refer to this, and must keep neither the model nor its optimizer alive.
         self._model = weakref.ref(model)
         self._watcher = weakref.ref(watcher)
         self._lock = lock
@@ -320,6 +321,7 @@ class WeightStream:
         if not block.filled:
             self._fetch(block)
         self._fetch_ahead(block, order)
+        # Last: the join holds the queue back, and later fetches are ordered behind the queue by their fence.
         block.join()
         if before is not None:
             self._stalls.append((before, self._device.mark()))
