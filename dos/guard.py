@@ -184,6 +184,7 @@ def _before_fork() -> None:
     for guard in list(_guards):
         guard.lock.acquire()
         _held.append(guard)
+    # Not before the locks are taken: a call of another thread could begin work after the drain.
     for each in all_working():
         each.drain()
 
@@ -196,6 +197,7 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _after_fork()
+    # Executors of the parent have no threads here: a job that is submitted to one would wait for ever.
     for each in all_working():
         each.after_fork()
     for each in list(renewed):
@@ -238,6 +240,7 @@ def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
 def _finish_all() -> None:
     # First, because hooks on other threads read it: they submit nothing behind the work that is waited for below.
     _ended.set()
+    # The interpreter unmaps memory after this, to which copies and updates in flight would still write.
     for each in all_working():
         each.finish()
 

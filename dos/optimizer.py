@@ -206,6 +206,7 @@ class DOSAdam(Optimizer):
         complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
+        # A forward that was called before may still read weights at home, to which user code may write after this.
         self._session.release_homes()
 
     @exclusive

@@ -370,6 +370,7 @@ class ActivationOffload:
         while len(under_way) > least and kept + sum(each.nbytes for each in under_way[1:]) >= forward.part_bytes:
             with self._stall(forward):
                 under_way.pop(0).release()
+        # Weak, as above: `under_way` must not keep ranges whose graph user code has released.
         forward.under_way = list(map(weakref.ref, under_way))
 
     @contextlib.contextmanager

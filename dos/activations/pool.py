@@ -58,4 +58,5 @@ class HostPool:
         return None
 
     def _in_use(self) -> list[Block]:
+        # Strong references while the caller looks for a gap: any thread may collect a saved tensor and its block.
         return [block for block in (reference() for reference in self._blocks) if block is not None]

@@ -93,6 +93,7 @@ class Saved:
         """Note the queue and the version counter of a tensor in these bytes that is saved now."""
         self._callers.add(self._device.caller())
         if not self._counts_writes_to(tensor):
+            # Weak: a strong reference would keep the memory that moving the tensor is to release.
             self._written.append(([weakref.ref(other) for other in counted_with(tensor)], version(tensor)))
 
     def _counts_writes_to(self, tensor: Any) -> bool:
@@ -280,6 +281,7 @@ class SavedByForward:
     """
 
     def __init__(self, moves: Callable[[SavedByForward], bool], *, timed: bool) -> None:
+        # Weak, here and below: user code may release a graph at any point, with the memory of its tensors.
         self.saved: list[weakref.ref[Saved] | None] = []
         self.sizes: list[int] = []
         self.nbytes = 0
@@ -298,6 +300,7 @@ class SavedByForward:
         """Add a range that is saved, perhaps again: backward reads it before all ranges so far."""
         if saved.place is None:
             saved.forward, saved.number = self, len(self.sizes)
+            # Once: the same memory in two ranges is released once, and would be counted twice.
             self.sizes.append(0 if any(self._of(saved.where)) else saved.nbytes)
             self.nbytes += self.sizes[-1]
             self._ranges[saved.where].append(weakref.ref(saved))

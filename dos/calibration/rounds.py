@@ -73,6 +73,7 @@ class Rounds:
 
         turns: the factor of the effort's seconds.
         """
+        # All ranks begin together: one that measures alone would find the links and host DRAM free of the others.
         self.exchange(None)
         samples: list[list[float]] = [[] for _ in run()]  # warm-up: first touch, compilation, threads
         end = time.perf_counter() + turns * self.effort.seconds

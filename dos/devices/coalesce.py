@@ -59,6 +59,7 @@ def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
 
 def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequence[Copy]], bool]) -> list[list[Copy]]:
     """Return the copies sorted by address on one side, in a new list wherever one does not follow the list so far."""
+    # Sorted, because neighbours on one side may be given in any order.
     found: list[list[Copy]] = []
     for copy in sorted(copies, key=lambda copy: copy[side].data_ptr()):
         if found and follows(copy, found[-1]):

@@ -278,6 +278,7 @@ class CudaDevice:
             event = torch.cuda.Event(enable_timing=True)
             with self.current():
                 before = time.perf_counter()
+                # The host must see the event's end between the two readings of its own clock.
                 event.record(self._idle_stream)
                 event.synchronize()
                 after = time.perf_counter()
@@ -478,6 +479,7 @@ class _CudaJob:
 
     def wait(self) -> Span:
         with self.device.current():
+            # The span is read from both events, and the caller may use the memory of the job once this returns.
             self.end.synchronize()
             self.device._renew_clock()
             end = self.clock.read(self.end)

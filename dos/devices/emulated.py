@@ -224,6 +224,7 @@ class EmulatedDevice:
         The caching allocator does the same before it fails: queued work may refer to gradients of the last step.
         """
         if nbytes > self._free():
+            # A stream is in order: an empty job ends after all work that may refer to memory.
             for stream in self._streams.values():
                 stream.submit(lambda: None).result()
         return self._free()

@@ -51,6 +51,7 @@ class _Mapped:
         self.borders: tuple[int, ...] = ()
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
         """The pinned regions: by first byte, the end, and the function that unregisters the region."""
+        # Weak: the module's table has this object, and the mapping must be released with the last tensor.
         self._pages = weakref.ref(pages)
         self._mapping = mapping
         self._offset = offset

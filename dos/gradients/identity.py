@@ -30,6 +30,7 @@ class Token:
 
     def __init__(self, gradient: GradientOrHandle, *, here: bool = True) -> None:
         """here: whether `p.grad` is this tensor itself."""
+        # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
         self.rewritten = False

@@ -50,6 +50,7 @@ class _Total(NamedTuple):
 
 def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
     """Add a part of a gradient to `target`, once it has arrived. before: the addition before, which may have failed."""
+    # The copy writes `incoming`, and the addition before writes `target`: both must have ended, and succeeded.
     job.wait()
     before.result()
     # Rounded to `dtype` as autograd rounds, also where `target` is wider.
@@ -190,6 +191,7 @@ class OffloadedGradients:
         self.check()
         total = self._totals[record]
         try:
+            # The caller reads `values`, to which the copy or the CPU lane may still write.
             total.arrived.result()
         except Exception as error:
             self._torn = True
@@ -209,6 +211,7 @@ class OffloadedGradients:
     def forget(self, records: Iterable[ParameterRecord]) -> None:
         """Forget the gradients of these, once no addition writes to them: their memory is released with the arenas."""
         for total in [self._totals.pop(record) for record in records if record in self._totals]:
+            # The arenas are released next, and the copy or the CPU lane may still write there. A failure is of no use.
             total.arrived.exception()
 
     def clear(self) -> None:

@@ -213,6 +213,7 @@ class Attachment:
         if module is not None and watcher.capturing():
             self.finish(self._own(module))
         else:
+            # User code is about to read all parameters, in any order and on any stream.
             watcher.synchronize()
 
 

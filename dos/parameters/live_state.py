@@ -30,6 +30,7 @@ class LiveState(defaultdict[Tensor, Any]):
         """
         super().__init__(dict, entries)
         self._keys = keys
+        # Weak: the session refers to this mapping, and a cycle would leave state to the garbage collector.
         self._before = weakref.WeakMethod(before)
 
     def _settle(self, keys: Collection[Tensor]) -> None:

@@ -225,6 +225,7 @@ def _checked(nbytes: object) -> int:
 
 def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
     """Sample until the monitor is collected."""
+    # Weak, because a thread that never ends would keep the monitor, and by it the device's memory.
     reference = weakref.ref(monitor)
 
     def sample() -> None:

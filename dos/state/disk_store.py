@@ -121,6 +121,7 @@ class DiskStore:
         after: Sequence[Job],
     ) -> Job:
         def run() -> Span:
+            # A window is filled or written only when no earlier job uses it: these jobs read or write its memory.
             for job in after:
                 job.wait()
             with torch.no_grad(), self._device.disk_io(lane, nbytes) as start:

@@ -159,6 +159,7 @@ class HostStore:
 
     def join_homes(self) -> None:
         """Pin neighbouring parts as one, because user code copies views that span them. No step may be in flight."""
+        # A copy that spans two pinned regions is refused by CUDA, and user code does not know their borders.
         while self._apart:
             self._apart.pop().join()
 

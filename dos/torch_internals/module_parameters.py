@@ -93,6 +93,7 @@ class _Refusal:
     """A replacement of `module._apply` that raises; a copy or pickle of the module gets the method of its class."""
 
     def __init__(self, module: nn.Module, refuse: Callable[[], None]) -> None:
+        # Weak: the module refers to this, and a cycle would leave its memory to the garbage collector.
         self._module, self._refuse = weakref.ref(module), refuse
 
     def __call__(self, *_: object, **__: object) -> Any:
