@@ -48,10 +48,6 @@ def host_zeros(device: Device | None, numel: int, dtype: torch.dtype) -> Tensor:
     return lazy_zeros(numel, dtype) if device is None else pinned_zeros(device, numel, dtype)
 
 
-def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
-    adam_update(arrays.slice(0, numel), step=_STEP, threads=threads)
-
-
 class Bench:
     """The measurements, and the memory that they use. All figures are means over the ranks."""
 
@@ -122,7 +118,7 @@ class Bench:
             update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)
         with update as start:
             wall, used = time.perf_counter(), time.process_time()
-            _update(self._host[kept], numel, threads)
+            adam_update(self._host[kept].slice(0, numel), step=_STEP, threads=threads)
             wall, used = time.perf_counter() - wall, time.process_time() - used
         self._granted[threads].append(used / (wall * threads))
         return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())

@@ -23,7 +23,8 @@ def available_bytes() -> int | None:
 
     None where neither can be read.
     """
-    machine = _of_machine()
+    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
+    machine = None if kibibytes is None else 1024 * kibibytes
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
@@ -64,11 +65,6 @@ def left_of_share(share: int) -> int:
     """Return the share, or less if other programs have taken so much memory since that it is not available."""
     available = available_bytes()
     return share if available is None or available >= share else host_share()
-
-
-def _of_machine() -> int | None:
-    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
-    return None if kibibytes is None else 1024 * kibibytes
 
 
 def _of_container(machine: int | None) -> Iterator[int]:

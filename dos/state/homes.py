@@ -63,14 +63,10 @@ class Homes:
         to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
             through = math.prod(self.windows_needed(every))
-        found = self._housed((s for s in homeless if not self.disk.has(s)), through)
+        homes = {s: self.host.home_bytes(s) for s in homeless if not self.disk.has(s)}
+        room = self.host.room - max(0, through - self.host.windows.nbytes)
+        found = housed(dict.fromkeys(homes, 0), homes, room)
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in found}
-
-    def _housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
-        """Return the subgroups that get a home on the host; see `housed`. through: bytes that windows need besides."""
-        homes = {subgroup: self.host.home_bytes(subgroup) for subgroup in subgroups}
-        made = {subgroup: self.made_bytes(subgroup) for subgroup in homes}
-        return housed(made, homes, self.host.room - max(0, through - self.host.windows.nbytes))
 
     def made_bytes(self, subgroup: Subgroup) -> int:
         """Return the bytes of the subgroup's home that are allocated."""

@@ -59,7 +59,7 @@ class HostTensor:
         if not self._parted or part not in self._made:
             return
         first, last = part
-        # CUDA unregisters only whole regions, as one call has registered them: neighbours are unpinned and pinned again.
+        # CUDA unregisters only whole regions as they were registered: neighbours are unpinned, and pinned again.
         whole = next(region for region in self._pinned if region[0] <= first and last <= region[1])
         self._pinned.remove(whole)
         self._device.unpin(self.tensor[slice(*whole)], self.tensor[first:last])
