@@ -287,7 +287,8 @@ class CudaDevice:
 
     def _renew_clock(self) -> None:
         """Start a new clock if the last one is old. Called where the host waits anyway."""
-        if time.perf_counter() - self._clock.seconds > _CLOCK_S:
+        # An event that a forked child records would never end: the child has no streams.
+        if not self._inherited and time.perf_counter() - self._clock.seconds > _CLOCK_S:
             self._clock = self._start_clock()
 
     def _queue(

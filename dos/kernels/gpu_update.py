@@ -8,7 +8,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from dos.kernels.adam import (
     FLOATS,
     GRAD,
     GRAD_TYPE,
+    MAX_EXP_AVG_SQ,
     NUMEL,
     OUT_TYPE,
     PARAM_TYPE,
@@ -34,6 +34,7 @@ from dos.kernels.adam import (
 )
 from dos.kernels.codes import decode_mean, decode_square, encode, rooted
 from dos.torch_internals.operators import tensor_at
+from perfmodel.format import BLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -50,46 +51,54 @@ class GpuBatch:
         self._device = device
         self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, device))
 
-    def prepare(
-        self, steps: Sequence[AdamStep], table: np.ndarray, runs: Sequence[Sequence[Any]]
-    ) -> Callable[[], None]:
+    def prepare(self, steps: Sequence[AdamStep], table: np.ndarray) -> Callable[[], None]:
         """Prepare the updates of the runs that have a gradient; return the function that queues them.
 
-        It does not wait for the device. runs: :class:`AdamArrays` without gradients, one for each row of the table.
+        It does not wait for the device.
         """
         launches = list(_alike(table))
 
         @torch.no_grad()
         def queue() -> None:
             for number, chosen in enumerate(launches):
-                self._queue(number, chosen, steps[table[chosen[0], STEP]], table, runs)
+                self._queue(number, table[chosen], steps[table[chosen[0], STEP]])
 
         return queue
 
-    def _queue(
-        self, number: int, chosen: np.ndarray, step: AdamStep, table: np.ndarray, runs: Sequence[Sequence[Any]]
-    ) -> None:
-        """Queue the updates of the chosen runs, by one launch if there is a kernel."""
+    def _queue(self, number: int, rows: np.ndarray, step: AdamStep) -> None:
+        """Queue the updates of these rows of the table, by one launch if there is a kernel."""
         kernel = _triton_kernel()
         if kernel is not None:
             try:
-                arrays = self._arrays(runs[chosen[0]], table[chosen[0]], step)
+                arrays = self._arrays(rows[0], step)
                 with torch.cuda.device_of(arrays.param):
-                    _launch(kernel, arrays, step, table[chosen], self._sent[number].send)
+                    _launch(kernel, arrays, step, rows, self._sent[number].send)
                 return
             except Exception as error:  # raised before anything was queued
                 if not _can_be_of_the_compiler(error):
                     raise
                 _give_up_triton(error)
-        for run in chosen:
-            _adam_update_torch(self._arrays(runs[run], table[run], step), step)
+        for row in rows:
+            _adam_update_torch(self._arrays(row, step), step)
 
-    def _arrays(self, run: Sequence[Any], row: np.ndarray, step: AdamStep) -> AdamArrays:
-        """Return a run with the gradient to which its row of the table points."""
-        param, exp_avg, exp_avg_sq, max_exp_avg_sq, *others = run
-        address, dtype = int(row[GRAD]), FLOATS[row[GRAD_TYPE]]
-        grad = tensor_at(address, len(param), dtype, self._device)
-        return AdamArrays(grad, param, exp_avg, exp_avg_sq, max_exp_avg_sq if step.amsgrad else None, *others)
+    def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
+        """Return the arrays to which a row of the table points, which must have a gradient."""
+        numel, blocks, *addresses = (int(word) for word in (row[NUMEL], row[NUMEL] // BLOCK, *row[:GRAD_TYPE]))
+        moments = (torch.int8, torch.uint8) if addresses[EXP_AVG_SCALE] else (torch.float32, torch.float32)
+        scale = (blocks, torch.float32)
+        columns = (
+            (numel, FLOATS[row[GRAD_TYPE]]),
+            (numel, FLOATS[row[PARAM_TYPE]]),
+            *((numel, moment) for moment in moments),
+            (numel, torch.float32),
+            (numel, FLOATS[row[OUT_TYPE]]),
+            (numel, torch.int16),
+            *(scale, scale),
+        )
+        if not step.amsgrad:
+            addresses[MAX_EXP_AVG_SQ] = 0
+        each = zip(addresses, columns, strict=True)
+        return AdamArrays._make(tensor_at(at, *column, self._device) if at else None for at, column in each)
 
 
 class SentTable:

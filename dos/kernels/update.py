@@ -26,13 +26,13 @@ bfloat16 gradient) and not 28.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, STEP, AdamArrays, AdamStep
+from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, PARAM, STEP, AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
 from dos.machine.threads import kernel_threads
@@ -50,8 +50,8 @@ def instruction_sets() -> list[str]:
 class AdamBatch:
     """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    It checks the tensors that the runs write to, and refers to them, but not to gradients: :meth:`point` sets their
-    addresses.
+    It checks the arrays, and does not refer to them: their memory must last until the update has ended. The next update
+    may be of other memory, which :meth:`follow` sets; :meth:`point` sets the addresses of each update's gradients.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
@@ -62,12 +62,18 @@ class AdamBatch:
     def __init__(self, runs: Sequence[AdamArrays]) -> None:
         for run in runs:
             _check_run(run, runs[0].param.device)
-        self._held = [run[1:] for run in runs]
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
         rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Follow arrays to other memory. moves: (old address, new address, bytes)."""
+        columns = self._table[:, PARAM:GRAD_TYPE]
+        before = columns.copy()  # an array may be where another one was
+        for source, destination, nbytes in moves:
+            columns[(before >= source) & (before < source + nbytes)] += destination - source
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
         """Set the addresses of the gradients of the next update, one for each run; 0: no gradient, and no update.
@@ -136,7 +142,7 @@ def prepare(
     first = batches[0]
     table = first._table if len(batches) == 1 else np.concatenate([batch._table for batch in batches])
     if first._gpu is not None:
-        return first._gpu.prepare(steps, table, [run for batch in batches for run in batch._held])
+        return first._gpu.prepare(steps, table)
     scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
 
     def update_together() -> None:

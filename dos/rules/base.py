@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
@@ -28,7 +28,13 @@ class Run(NamedTuple):
 
 
 class Batch(Protocol):
-    """The updates of some runs, the same ones each step. It refers to the tensors that they write, not to gradients."""
+    """The updates of some runs, the same ones each step, by address: it must not refer to their memory.
+
+    The memory may be a slot of the device, which is released after each step.
+    """
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        """Follow memory of the runs to another address. moves: (old address, new address, bytes)."""
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[Any]) -> None:
         """Set the addresses of the gradients of the next update, one for each run; 0: no gradient, and no update.

@@ -78,7 +78,6 @@ class DeviceStore:
 
     def drop(self, subgroup: Subgroup) -> None:
         """Drop a resident subgroup's room. Its state must be at home, and no transfer in flight may use the room."""
-        subgroup.batches.clear()  # batches refer to the room's memory
         self.device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:

@@ -56,8 +56,8 @@ class Subgroup:
     """A contiguous run of an arena, updated as one unit.
 
     start, stop: within the arena.
-    batches: batches of its updates by placement, with the memory for which each was made; cleared when the memory of a
-        parameter is replaced.
+    batches: batches of its updates by placement, with the addresses to which each has followed; cleared when the memory
+        of a parameter is replaced.
     newest: the pieces whose newest parameters are staged on the host, where the host updates split masters with them.
     """
 
@@ -65,7 +65,7 @@ class Subgroup:
     start: int
     stop: int
     pieces: tuple[Piece, ...]
-    batches: dict[str, Any] = field(default_factory=dict)
+    batches: dict[tuple[str, int], tuple[Any, list[int]]] = field(default_factory=dict)
     newest: set[Piece] = field(default_factory=set)
 
     @property

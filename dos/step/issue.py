@@ -278,7 +278,6 @@ class Step:
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
         """Launch the update of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
-        lasting = self._stores.device.has(first)
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
         # User code may release gradients as soon as step() has returned: the device keeps their memory until the update
         # has read them.
@@ -287,7 +286,7 @@ class Step:
 
         def launch(after: Sequence[Job]) -> Job:
             # Before the device records the start, so that the host's time does not count as the kernel's.
-            update = prepare_updates(updates, lasting=lasting)
+            update = prepare_updates(updates)
             return self._device.launch(i, update, task.size, after, reads, name)
 
         job = self._issue(task.stream, launch, after)

@@ -161,14 +161,12 @@ class SubgroupUpdate:
         assert staged is not None, "accelerated parameters have a master"
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
-    def prepare(self, state: State, gradient_buffer: Tensor | None = None, *, lasting: bool = True) -> Batch:
+    def prepare(self, state: State, gradient_buffer: Tensor | None = None) -> Batch:
         """Return the update of `state` and of the parameters on the same device, whose masters must `follow` first.
 
         gradient_buffer: the buffer of `fetch_gradients`, if the gradients are offloaded.
-        lasting: whether later steps find state in the same place.
         """
-        # The next step may have the weights in another slot.
-        batch = self._batch("with parameters", state, lasting=lasting and self.weights is None)
+        batch = self._batch("with parameters", state, self.weights)
         if gradient_buffer is None:
             self._point(batch)
         else:
@@ -195,7 +193,7 @@ class SubgroupUpdate:
         if state.rest is not None:
             for piece in self._with_rests():
                 correct_rest(state.rest[piece.run], self._staged(piece))
-        batch = self._batch("at home", state, lasting=self.at_home)
+        batch = self._batch("at home", state, self.on_host.parameter)
         if self.offloaded:
             self._point(batch)
         else:
@@ -270,16 +268,19 @@ class SubgroupUpdate:
         batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
-    def _batch(self, place: str, state: State, *, lasting: bool = True) -> Batch:
-        """Return the update of all pieces in one place, which is remembered if the place lasts."""
-        # Compared by address: user code may move the memory of state, such as by `share_memory_`.
-        addresses = [tensor.data_ptr() for tensor in state.tensors()]
-        known, batch = self.subgroup.batches.get(place, (None, None))
-        if batch is None or known != addresses:
+    def _batch(self, place: str, state: State, beside: Tensor | None) -> Batch:
+        """Return the update of all pieces in one place. beside: their parameters, if a slot has these, too."""
+        memory = [*state.tensors()] if beside is None else [*state.tensors(), beside]
+        # Compared by address: each step may have another slot, and user code may move the memory of state, such as by
+        # `share_memory_`.
+        addresses = [tensor.data_ptr() for tensor in memory]
+        batch, known = self.subgroup.batches.get((place, len(memory)), (None, []))
+        if batch is None:
             runs = [self._run(piece, state, at_home=place == "at home") for piece in self.subgroup.pieces]
             batch = self.subgroup.arena.rule.batch(runs)
-            if lasting:
-                self.subgroup.batches[place] = addresses, batch
+        elif known != addresses:
+            batch.follow(zip(known, addresses, [tensor.nbytes for tensor in memory], strict=True))
+        self.subgroup.batches[place, len(memory)] = batch, addresses
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
@@ -324,13 +325,13 @@ class Placed(NamedTuple):
 
 
 @torch.no_grad()
-def prepare_updates(updates: Sequence[Placed], *, lasting: bool = True) -> Callable[[], None]:
+def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
     """Prepare the update of subgroups together on the device of their parameters, with their states there.
 
     Returns the function that updates. Preparing takes the host milliseconds, and reads no memory that other work
-    writes. lasting: whether later steps find the states in the same places.
+    writes.
     """
-    batches = [each.update.prepare(each.state, each.gradient_buffer, lasting=lasting) for each in updates]
+    batches = [each.update.prepare(each.state, each.gradient_buffer) for each in updates]
     first = updates[0].update
     update_together = first.subgroup.arena.rule.prepare(batches, first.settings)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.check import calibration, contest, environment, hold_ups, suite
+from experiments.check import calibration, contest, environment, hold_ups, streaming, suite
 from experiments.check.base import GRACE_S, Check, Record, Settings, Size, Status, read_record, run_isolated
 from experiments.check.report import alarms, show, write_results
 from experiments.command import Parser
@@ -36,6 +36,13 @@ CHECKS = (
     Check("environment", "what this machine is, and whether its memory can be pinned", environment.run, share=8),
     Check("calibration", "rates of this machine", calibration.run, share=25, least_s=12),
     Check("contest", "against AdamW, peers and every kind of policy", contest.run, share=240, least_s=40),
+    Check(
+        "streaming",
+        "weights that stream, and a model larger than the GPU's memory",
+        streaming.run,
+        share=90,
+        least_s=30,
+    ),
     Check("tests", "tests/cuda: bits, races, memory", suite.run, share=90, least_s=15),
     Check("overlap", "what copies hold up", hold_ups.run, share=25, least_s=10),
 )

@@ -27,9 +27,7 @@ def _run(number: int) -> None:
     _adam.adam_update(table.ctypes.data, len(table), scalars, 1, None)
 
 
-def prepare(
-    batch: GpuBatch, steps: Sequence[AdamStep], table: np.ndarray, runs: Sequence[Sequence[Any]]
-) -> Callable[[], None]:
+def prepare(batch: GpuBatch, steps: Sequence[AdamStep], table: np.ndarray) -> Callable[[], None]:
     """In place of `GpuBatch.prepare`."""
     there = table.copy()
     addresses = there[:, : len(AdamArrays._fields)]

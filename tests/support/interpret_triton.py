@@ -55,7 +55,7 @@ def signed_constant(semantic: Any, value: Any, dtype: tl.dtype) -> Any:
 
 def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
     batch = [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
-    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(batch)._table, [run[1:] for run in batch])()
+    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(batch)._table)()
     assert gpu_kernel_name() == "triton"
 
 

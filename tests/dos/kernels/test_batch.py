@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.kernels.gpu_update import SentTable
+from dos.kernels.gpu_update import GpuBatch, SentTable
 from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
 from tests.support.arrays import (
     FLOATS,
@@ -138,12 +138,29 @@ def test_a_table_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch
     assert sent.send(rows) is not first
 
 
-def test_gradients_are_not_held() -> None:
+def test_a_batch_follows_its_arrays_to_other_memory() -> None:
+    """Each goes to where the next one was, as when state passes through a slot that begins elsewhere."""
+    expected = random_arrays(64, STEP, torch.float32, torch.float32, None, seed=0)[:4]
+    memory = torch.zeros(5, 64)
+    batch = AdamBatch([AdamArrays(*memory[:4])])
+    batch.follow([(memory[i].data_ptr(), memory[i + 1].data_ptr(), memory[i].nbytes) for i in range(4)])
+    torch.stack(expected, out=memory[1:])  # type: ignore[arg-type]
+    batch.point([memory[1].data_ptr()])
+    for _ in range(2):
+        batch.update(STEP)
+        adam_update(AdamArrays(*expected), step=STEP)  # type: ignore[arg-type]
+    assert_same_bits(list(memory), [torch.zeros(64), *expected])
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_memory_is_not_held(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that a subgroup keeps would keep the slot from being freed through which its state has passed."""
     run = made(8, torch.float32, torch.float32, None, seed=0)
-    assert run[0] is not None
-    batch, references = AdamBatch(arrays([run])), run[0]._use_count()  # type: ignore[attr-defined]
+    batch = AdamBatch(arrays([run]))
+    if on_device:
+        monkeypatch.setattr(batch, "_gpu", GpuBatch(torch.device("cpu")))
     batch.update(STEP)
-    assert run[0]._use_count() == references == 1  # type: ignore[attr-defined]
+    assert [array._use_count() for array in run if array is not None] == [1] * 5  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
     runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
-    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(runs)._table, [run[1:] for run in runs])()
+    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(runs)._table)()
 
 
 class ShortOfMemory(TorchDispatchMode):

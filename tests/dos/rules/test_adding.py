@@ -6,7 +6,7 @@ One that stays has these lines in dos/rules, its arithmetic in dos/kernels, and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -51,9 +51,22 @@ class WholeTensors:
     """A batch of whole parameters."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = runs
+        self.runs = list(runs)
+        self.follow(())
         self.gradients: list[tuple[int, torch.dtype]] = []
         self.which: Sequence[int] = ()
+
+    def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        moved = list(moves)
+
+        def at(tensor: Tensor) -> Tensor:
+            address = tensor.data_ptr()
+            address += sum(to - start for start, to, nbytes in moved if start <= address < start + nbytes)
+            return tensor_at(address, len(tensor), tensor.dtype, tensor.device)
+
+        for number, (updated, fields, out, shaped) in enumerate(self.runs):
+            here = {name: at(tensor) for name, tensor in fields.items()}
+            self.runs[number] = Run(at(updated), here, None if out is None else at(out), shaped)
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
         self.gradients = list(zip(addresses, dtypes, strict=True))

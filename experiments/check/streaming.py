@@ -1,0 +1,194 @@
+"""What do weights that stream cost here, and does a model train that is larger than the GPU's memory?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dos import DOSAdam, EmulatedDevice
+from experiments.check.base import Bench, Size
+from experiments.check.calibration import measured_profile
+from experiments.check.contenders import NOTHING, Contender, Own, reference
+from experiments.check.contest import Clock, Effort, run_rounds
+from experiments.check.models import HOST_BYTES, MEDIUM, SETTINGS, Batch, Job, emulated_device, fitted, prepare
+from experiments.gpt import GPT, GPTConfig
+from perfmodel.format import CODED
+from perfmodel.hardware import HardwareProfile
+
+MOST = 600e6
+"""Parameters of the model whose ways are compared: the host has one for each."""
+WAYS: dict[str, Any] = {"weights stay": None, "half of the blocks stay": 0.5, "all blocks stream": 0}
+"""By name: `weights` of `DOSAdam.attach`."""
+EFFORTS = {
+    Size.TINY: Effort(warm_up=1, timed=1, updates=0, rounds=1),
+    Size.SMALL: Effort(warm_up=2, timed=2, updates=0, rounds=2),
+    Size.FULL: Effort(warm_up=2, timed=3, updates=0, rounds=3),
+}
+LARGE = {
+    Size.TINY: Job(GPTConfig(6, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=1),
+    Size.SMALL: Job(GPTConfig(8, 128, 4, context=32, vocabulary=64, checkpointing=True), batch=1),
+    Size.FULL: Job(GPTConfig(32, 4096, 32, context=2048, vocabulary=8192, checkpointing=True), batch=4),
+}
+"""6.5 billion parameters at full size."""
+GPU_BYTES = {Size.TINY: 150_000, Size.SMALL: 3_000_000, Size.FULL: 12 << 30}
+"""The memory in which it trains: less than its weights take."""
+SETTLING, TIMED = 6, 4
+"""Iterations of the large model."""
+
+
+class Streaming(Contender):
+    """DOSAdam on a model of its own, some of whose weights stream. options: of DOSAdam; weights: of `attach`."""
+
+    def __init__(self, name: str, model: GPT, emulated: EmulatedDevice | None, weights: Any, **options: Any) -> None:
+        self.name = name
+        self.model = model
+        where = "cuda" if emulated is None else emulated
+        self.optimizer = DOSAdam(model.parameters(), device=where, offload_gradients=True, **SETTINGS, **options)
+        self.optimizer.attach(model, weights=weights)
+
+    def close(self) -> None:
+        self.optimizer.synchronize()
+        self.optimizer.zero_grad()
+
+    def compute(self, batch: Batch) -> None:
+        self.model(*batch).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def run(bench: Bench) -> None:
+    """The ways side by side with state on the host, then a model that the GPU has no memory for."""
+    device = prepare(bench)
+    compare(bench, device)
+    train_large(bench, device)
+
+
+def compare(bench: Bench, device: torch.device) -> None:
+    """Iterations of one model with more and more weights that stream, and without an optimizer."""
+    job = fitted(MEDIUM[bench.size], bench, each=len(WAYS) * HOST_BYTES, most=MOST)
+    size = -(-job.numel // 50)
+    emulated = None if bench.cuda else emulated_device(job, size)
+    options = {"policy": "cpu", "subgroup_size": size, **profile_of(bench, device)}
+
+    def way(name: str) -> Streaming:
+        where = device if WAYS[name] is None else torch.device("cpu")
+        return Streaming(name, job.model(where), emulated, WAYS[name], **options)
+
+    contenders = [*map(way, WAYS), Own(reference(NOTHING, emulated), job, device)]
+    bench.note(parameters=job.numel, batch=job.batch)
+    scores = run_rounds(
+        contenders,
+        job.batches(2, device),
+        EFFORTS[bench.size],
+        Clock(bench.cuda),
+        lambda: bench.left() / 2,
+        lambda scores: bench.note(contenders={name: score.summary() for name, score in scores.items()}),
+    )
+    first, *others = WAYS
+    for name in others:
+        bench.say(f"{name}: {scores[name].over(scores[first]):.3f} times the iteration with {first}")
+
+
+def train_large(bench: Bench, device: torch.device) -> None:
+    """Train a model in less memory than its weights take, in int8; and forward and backward alone, with all of it."""
+    job, most = LARGE[bench.size], GPU_BYTES[bench.size]
+    if bench.cuda:
+        job = fitted(job, bench, each=math.ceil(CODED.held_bytes))
+    weight_bytes = 2 * job.numel
+    if weight_bytes <= most:
+        bench.say(f"the host has no memory for a model whose weights do not fit into {most / 2**30:.0f} GiB")
+        return
+    batches, clock = job.batches(1, device), Clock(bench.cuda)
+    alone = Own(reference(NOTHING, None), job, device)
+    alone.open()
+    compute_s = iterate(alone, batches[0], clock, SETTLING)
+    del alone
+    emulated = None
+    if bench.cuda:
+        torch.cuda.empty_cache()
+    else:
+        emulated = EmulatedDevice(HardwareProfile.builtin("h100").scaled(1e-4), capacity=most)
+    options = {"state_format": "int8", **profile_of(bench, device)}
+    ours = Streaming("large", built_on_host(job, device), emulated, 0, **options)
+    ballast = None if emulated else taken(device, most)
+    loss = loss_of(ours.model, batches[0])
+    first_s = iterate(ours, batches[0], clock, SETTLING)
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    seconds = iterate(ours, batches[0], clock, TIMED)
+    ours.optimizer.synchronize()
+    used = torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes) if bench.cuda else None
+    metrics = ours.optimizer.metrics()
+    bench.note(
+        large={
+            "model": dataclasses.asdict(job.config),
+            "parameters": job.numel,
+            "batch": job.batch,
+            "weight_bytes": weight_bytes,
+            "gpu_bytes": most,
+            "most_reserved_bytes": used,
+            "compute_s": statistics.median(compute_s),
+            "first_iterations_s": first_s,
+            "iterations_s": seconds,
+            "tokens_per_s": job.batch * job.config.context / statistics.median(seconds),
+            "loss_before": loss,
+            "loss_after": loss_of(ours.model, batches[0]),
+            "metrics": metrics,
+        }
+    )
+    if used is not None and used > most:
+        bench.problem(f"{used} bytes were reserved on the GPU, of which it was to have {most}")
+    bench.say(
+        f"{job.numel / 1e9:.2f}B parameters, whose weights take {weight_bytes / 2**30:.1f} GiB, in {most / 2**30:.0f} "
+        f"GiB: {statistics.median(seconds):.3f} s an iteration, {statistics.median(compute_s):.3f} s of forward and "
+        "backward alone with all weights there"
+    )
+
+
+@torch.no_grad()
+def loss_of(model: GPT, batch: Batch) -> float:
+    """The loss of a batch, in nats."""
+    return float(model(*batch))
+
+
+def iterate(contender: Contender, batch: Batch, clock: Clock, count: int) -> list[float]:
+    """Seconds of as many iterations, from the end of one backward to the next."""
+    marks = []
+    for _ in range(count + 1):
+        contender.compute(batch)
+        marks.append(clock.mark())
+        contender.step()
+    clock.wait()
+    return clock.between(marks)
+
+
+def built_on_host(job: Job, device: torch.device) -> GPT:
+    """The model in host memory; the GPU draws its weights, for which the host would need minutes."""
+    model = GPT(job.config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                drawn: Tensor = torch.randn(parameter.shape, device=device).mul_(0.02)
+                parameter.copy_(drawn)
+            else:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model
+
+
+def taken(device: torch.device, left: int) -> Tensor:
+    """All of the GPU's memory but so many bytes, which include what this process has there already."""
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.empty(free + torch.cuda.memory_reserved(device) - left, dtype=torch.uint8, device=device)
+
+
+def profile_of(bench: Bench, device: torch.device) -> dict[str, HardwareProfile]:
+    """The rates that calibration has found in this run, as an option of DOSAdam. An emulated device knows its own."""
+    return {"profile": measured_profile(bench.out, device)} if bench.cuda else {}
