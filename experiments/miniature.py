@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import Policy
+from experiments.harness import timed
 from perfmodel import Plan, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
@@ -40,12 +40,7 @@ def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> Har
 
 def fastest_s(work: Callable[[], object], times: int) -> float:
     """Seconds of the fastest: what else this computer does must not make an emulated machine slower for good."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return min(timed(work) for _ in range(times))
 
 
 def measured_update_s(

@@ -256,11 +256,13 @@ class Registry:
             self.watching.watch(record.parameter, record.arena.accelerated)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
-        """Sort the subgroups by the first use of their parameters, given by id; subgroups without any come last."""
+        """Sort the subgroups by the first use of their parameters, given by id.
+
+        Subgroups without any come first: `step()` itself waits for parameters for which no module was seen to wait.
+        """
         rank = {parameter: i for i, parameter in enumerate(first_use)}
-        last = len(rank)
         for subgroups in (self.accelerated, self.on_host):
-            subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), last) for piece in s.pieces))
+            subgroups.sort(key=lambda s: min(rank.get(id(piece.record.parameter), -1) for piece in s.pieces))
         self.reindex()
 
     def written(self, records: Collection[ParameterRecord]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -103,8 +104,6 @@ class Step:
 
     def issue(self, give: Callable[[Turn], object]) -> None:
         """Issue all tasks that are not in flight. give: called with each turn of the host's lane, early."""
-        turns: list[Turn] = []
-        ready: dict[int, Sequence[Job]] = {}
         windows = self._stores.host.windows
         # Other state passed through these windows in the last step; only state that is `kept` is still there.
         windows.begin()
@@ -113,33 +112,40 @@ class Step:
                 update.place = windows.of(subgroup)
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
-        jobs: list[Sequence[Job]] = [()] * (under_way - len(self.jobs)) + [(job,) for job in self.jobs]
+        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self.jobs)), ())
+        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self.jobs)}
         # The gradients of this step are complete once the caller's stream has come this far.
-        self.backward = self._device.fence()
-        jobs.append(self.backward)
-        for number in range(under_way + 1, len(tasks)):
-            task = tasks[number]
-            after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
-            if task.stream is Stream.CPU:
+        self.backward = jobs[under_way] = self._device.fence()
+        turns: list[Turn] = []
+        on_host = deque(n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU)
+
+        def hand_over() -> None:
+            """Hand over updates in their order, up to the first one that waits for a task not issued yet."""
+            while on_host and jobs.keys() >= {*tasks[on_host[0]].after}:
+                number = on_host.popleft()
                 # The host's lane does not wait for the end of backward on the device: gradients that have already
                 # arrived would wait for it, too.
-                ready[number] = [job for other in task.after if other != under_way for job in jobs[other]]
-                jobs.append(())
-                if self._streams(task):  # no upload follows, because the new parameters stay at home
-                    turns.append(self._turn(task, ready[number], ()))
-                    jobs[-1] = (Promise(turns[-1].done),)
-                    give(turns[-1])
-            elif task.stream is Stream.PARAMETER:
-                turns.append(self._turn(task, ready[task.after[0]], after))
-                jobs.append((Promise(turns[-1].done),))
+                ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
+                turns.append(self._turn(tasks[number], ready))
+                # New parameters that must be copied to the device have a task of their own.
+                jobs[number] = (Promise(turns[-1].done),) if self._streams(tasks[number]) else ()
                 give(turns[-1])
-            else:
+
+        # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
+        hand_over()
+        for number in range(under_way + 1, len(tasks)):
+            task = tasks[number]
+            if task.stream is Stream.PARAMETER:
+                jobs[number] = (Promise(self.done[self._of(task)[1]]),)
+            elif task.stream is not Stream.CPU:
                 self._enter(task)
+                after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
-                jobs.append(self.jobs[-1:])
+                jobs[number] = self.jobs[-1:]
                 # Behind these, slots and rooms that state leaves may be released. Jobs of the disk use windows only.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
+            hand_over()
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
@@ -188,7 +194,7 @@ class Step:
         """Return whether the weights of the task's subgroup stream."""
         return task.subgroup is not None and self._subjects[task.subgroup].subgroup.arena.streams
 
-    def _turn(self, task: Task, ready: Sequence[Job], after: Sequence[Job]) -> Turn:
+    def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
         done = self.done[subgroup] = Future()
         self.uploads.append(done)
@@ -196,7 +202,7 @@ class Step:
         if reading is not None:
             # A forward after these gradients may still fetch the weights that the host is about to overwrite.
             ready = [*ready, reading]
-        return Turn(i, update, ready, after, done)
+        return Turn(i, update, ready, () if subgroup.arena.streams else self.backward, done)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
         """Issue a copy of state between stores, of gradients to the host, or of both to a slot."""

@@ -22,20 +22,10 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import (
-    Limit,
-    Progress,
-    all_equal,
-    bits_of,
-    finish,
-    measuring,
-    medians,
-    take_turns,
-    timed,
-)
-from experiments.miniature import without_fixed_costs
+from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, medians, take_turns, timed
+from experiments.miniature import equal_subgroups, without_fixed_costs
 from experiments.training import Position
-from perfmodel import Plan, SubgroupLoad, Workload
+from perfmodel import Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.format import format_of
@@ -98,25 +88,23 @@ class Case:
     @classmethod
     def of(cls, setting: Setting, model: GPT, saved: Sequence[int]) -> Case:
         """saved: sizes of saved tensors, in the order of their birth."""
-        size = -(-model.numel // SUBGROUPS)
-        state = format_of("bfloat16")
-        loads = tuple(SubgroupLoad.of(min(size, model.numel - i), state) for i in range(0, model.numel, size))
-        node = without_fixed_costs(HardwareProfile.builtin("h100"))
-        node = node.replace(host_bandwidth=node.host_bandwidth / 2)
-        state_bytes = sum(load.state_bytes for load in loads)
-        occupied = model.numel * DTYPE.itemsize
-        free = int(setting.state_share * state_bytes)
-        workload = Workload(
-            loads,
+        workload = equal_subgroups(
+            model.numel,
+            -(-model.numel // SUBGROUPS),
+            state=format_of("bfloat16"),
             forward_s=setting.forward_s,
             backward_s=2 * setting.forward_s,
-            peak_free_bytes=free,
-            shared_free_bytes=free,
-            activations=grouped(saved),
         )
-        profile = node.scaled(state_bytes / setting.link_s / node.h2d_bandwidth)
+        free = int(setting.state_share * workload.state_bytes)
+        workload = dataclasses.replace(
+            workload, peak_free_bytes=free, shared_free_bytes=free, activations=grouped(saved)
+        )
+        node = without_fixed_costs(HardwareProfile.builtin("h100"))
+        node = node.replace(host_bandwidth=node.host_bandwidth / 2)
+        occupied = model.numel * DTYPE.itemsize
+        profile = node.scaled(workload.state_bytes / setting.link_s / node.h2d_bandwidth)
         # The optimizer does not use 2% of the device, and notices what is free in whole subgroups and a quarter.
-        needed = occupied + sum(saved) + free + loads[0].state_bytes // 2
+        needed = occupied + sum(saved) + free + workload.subgroups[0].state_bytes // 2
         gradients, back = occupied, sum(saved) - peak_room(workload.activations, sum(saved))
         most_free = max(free, sum(saved) + free - gradients - back)
         return cls(profile, workload, int(needed / 0.98), occupied, most_free)

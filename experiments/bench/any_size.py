@@ -61,10 +61,10 @@ def find(model: str, gpu: str, host: int) -> Found | None:
     return None
 
 
-def rows(gpu: str, hosts: Sequence[int] = HOSTS) -> Iterator[list[str]]:
+def rows(gpu: str) -> Iterator[list[str]]:
     """The lines of one GPU's table, the first its heading."""
     yield ["host memory", *MODELS]
-    for host in hosts:
+    for host in HOSTS:
         yield [f"{host} GB", *(str(find(model, gpu, host) or "-") for model in MODELS)]
 
 

@@ -30,15 +30,7 @@ from dos.machine.threads import kernel_threads
 from dos.state.disk import DiskSpace
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import (
-    Progress,
-    all_equal,
-    bits_of,
-    finish,
-    measuring,
-    take_turns,
-    timed,
-)
+from experiments.harness import Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import without_fixed_costs
 from perfmodel import Lane, Plan, Workload
 from perfmodel.adaptive import adaptive

@@ -71,16 +71,20 @@ def build_contenders(numel: int, threads: int) -> dict[str, Contenders]:
     settings = {"lr": _STEP.lr, "betas": (_STEP.beta1, _STEP.beta2), "eps": _STEP.eps}
     fused = torch.optim.AdamW([param], weight_decay=_STEP.weight_decay, fused=True, **settings)  # type: ignore[arg-type]
     torch_step = step_with(fused, torch.zeros(()))
-    full, low = AdamBatch([AdamArrays(grad, *state)]), AdamBatch([AdamArrays(grad_bf16, *state, None, out)])
+    full, low = AdamArrays(grad, *state), AdamArrays(grad_bf16, *state, None, out)
     rest = torch.zeros(numel, dtype=torch.int16)
-    halves = AdamBatch([AdamArrays(grad_bf16, out, exp_avg, exp_avg_sq, rest=rest)])
+    halves = AdamArrays(grad_bf16, out, exp_avg, exp_avg_sq, rest=rest)
     codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
     scales = torch.zeros(numel // BLOCK), torch.zeros(numel // BLOCK)
-    coded = AdamBatch([AdamArrays(grad_bf16, out, *codes, None, None, rest, *scales)])
+    coded = AdamArrays(grad_bf16, out, *codes, None, None, rest, *scales)
 
-    def beside(batch: AdamBatch, *streamed: Any, **others: Callable[[], None]) -> Contenders:
-        bandwidth = stream(*streamed, threads=threads)
-        return {"ours": lambda: batch.update(_STEP, threads=threads), "bandwidth": bandwidth, **others}
+    def beside(arrays: AdamArrays, *streamed: Any, **others: Callable[[], None]) -> Contenders:
+        batch = AdamBatch([arrays])
+
+        def ours(_keep: AdamArrays = arrays) -> None:  # the batch has addresses alone
+            batch.update(_STEP, threads=threads)
+
+        return {"ours": ours, "bandwidth": stream(*streamed, threads=threads), **others}
 
     fp32 = beside(full, grad, state, torch_fused=torch_step)
     mixed = beside(low, grad_bf16, state, [out], torch_path=with_casts(torch_step))

@@ -18,9 +18,8 @@ import functools
 import math
 import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ from dos.planning.policies import Policy
 from experiments.bench.neighbours import Points, neighbours
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, take_turns
+from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
 from experiments.miniature import UPDATE_S, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
@@ -58,6 +57,8 @@ ITERATIONS = 20
 BATCH = 4
 CANDIDATES = 2
 """Of the fixed policies, those that run for real: the best by simulation."""
+CERTAIN = ("ample", "none")
+"""Scripts in which no fixed policy runs: all stays on the device, or all on the CPU."""
 NOISE = 0.02
 """Times that differ by less are equal."""
 MOST_OVER_BOUND = 1.2
@@ -122,47 +123,43 @@ def measure(iterations: int, on_progress: Progress, only: Collection[str] | None
 
     Raises ValueError for a script that there is not.
     """
+    found = settings(iterations)
+    unknown = set(only or ()) - set(found)
+    if unknown:
+        raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(found)}")
     batches = Corpus(standard_library(), CONFIG.context).batches(iterations, BATCH, seed=0)
     some = batches[: max(2, iterations // 2)]
+    rows = []
+    for name in found if only is None else only:
+        on_progress(name)
+        candidates = 0 if name in CERTAIN else CANDIDATES
+        rows.append(row(name, found[name], batches if found[name].changes else some, candidates))
+    return rows
+
+
+def settings(iterations: int) -> dict[str, Setting]:
+    """All scripts by name: recorded ranks alone, the first beside each neighbour, and with memory that stays free."""
     ranks = {trace: Setting.of(PublishedRank.read(trace)) for trace in TRACES}
     first = next(iter(ranks.values()))
-    scripts = {trace: (setting, some, CANDIDATES) for trace, setting in ranks.items()}
-    for name, points in neighbours(first.rank.free_bytes, iterations).items():
-        scripts[name] = (Setting(first.rank, points), batches, CANDIDATES)
+    beside = {
+        name: Setting(first.rank, points) for name, points in neighbours(first.rank.free_bytes, iterations).items()
+    }
     state = first.rank.loads.state_bytes
-    scripts["ample"] = (first.with_free(2 * state), some, 0)
-    scripts["half"] = (first.with_free(state // 2), some, CANDIDATES)
-    scripts["none"] = (first.with_free(0), some, 0)
-    unknown = set(only or ()) - set(scripts)
-    if unknown:
-        raise ValueError(f"no row {', '.join(sorted(unknown))}; there are {', '.join(scripts)}")
-    chosen = scripts if only is None else {name: scripts[name] for name in only}
-    return [
-        row(name, setting, of_run, on_progress, candidates=candidates)
-        for name, (setting, of_run, candidates) in chosen.items()
-    ]
+    free = {"ample": 2 * state, "half": state // 2, "none": 0}
+    return ranks | beside | {name: first.with_free(nbytes) for name, nbytes in free.items()}
 
 
-def row(
-    script: str,
-    setting: Setting,
-    batches: Sequence[Batch],
-    on_progress: Progress,
-    *,
-    candidates: int = CANDIDATES,
-) -> dict[str, Any]:
+def row(script: str, setting: Setting, batches: Sequence[Batch], candidates: int) -> dict[str, Any]:
     """One script. candidates: of the fixed policies, how many run for real. Times are seconds per iteration.
 
     fits_share: mean share of the state for which there was memory at the peak. best_fixed: None if none was looked for.
     unmet_iterations: at the end of which the neighbour was waiting for memory.
     moved_after_first: transfers after the first iteration, of any kind. same_traffic: as everything on the CPU has.
     """
-    on_progress(script)
     n = len(batches)
     fixed = fixed_policies(setting, n)[:candidates]
     adaptive, on_cpu, *others = train(setting, ["adaptive", "cpu", *(policy for _, policy in fixed)], batches)
-    typical = len({nbytes for _, nbytes in setting.neighbour}) == 1
-    times = sorted((run.iteration_s(typical=typical), name) for run, (name, _) in zip(others, fixed, strict=True))
+    times = sorted((run.iteration_s, name) for run, (name, _) in zip(others, fixed, strict=True))
     best_s, best = times[0] if times else (None, None)
     return {
         "script": script,
@@ -170,8 +167,8 @@ def row(
         "capacity_exceeded": adaptive.exceeded,
         "errors": len(adaptive.errors),
         "bits_equal": adaptive.equals(on_cpu),
-        "adaptive_s": adaptive.iteration_s(typical=typical),
-        "cpu_only_s": on_cpu.iteration_s(typical=typical),
+        "adaptive_s": adaptive.iteration_s,
+        "cpu_only_s": on_cpu.iteration_s,
         "best_fixed_s": best_s,
         "bound_s": bound_s(setting, n),
         "best_fixed": best,
@@ -188,6 +185,11 @@ class Setting:
 
     rank: PublishedRank
     neighbour: Points = NOBODY
+
+    @property
+    def changes(self) -> bool:
+        """Whether the neighbour ever wants more or less."""
+        return len({nbytes for _, nbytes in self.neighbour}) > 1
 
     @classmethod
     def of(cls, published: PublishedRank) -> Setting:
@@ -212,13 +214,14 @@ class Setting:
 class Run:
     """The model from its start, with one policy on a device of its own; an error that reaches the user ends it.
 
-    seconds: of each iteration. plans, timelines: of each update. unmet: of each iteration, bytes for which the
-    neighbour was still waiting at its end.
+    seconds: of each iteration. timelines: of each update. unmet_iterations: at the end of which the neighbour was
+    waiting for memory.
     """
 
     def __init__(self, setting: Setting, policy: str | Policy) -> None:
         torch.manual_seed(0)
         self.model = GPT(CONFIG, dtype=DTYPE)
+        self.changes = setting.changes
         rank = setting.rank
         progress = Position(self.model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
         self.device = rank.device(
@@ -234,42 +237,35 @@ class Run:
         )
         progress.follow(self.optimizer)
         self.seconds: list[float] = []
-        self.plans: list[Plan | None] = []
         self.timelines: list[Timeline] = []
-        self.unmet: list[int] = []
+        self.unmet_iterations = 0
         self.errors: list[str] = []
 
     def iterate(self, batch: Batch) -> None:
-        """One iteration."""
-        if self.errors:
-            return
+        """One iteration. Raises Dropped after an error."""
         try:
-            begin = time.perf_counter()
-            self.model(*batch).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.seconds.append(time.perf_counter() - begin)
+            self.seconds.append(timed(lambda: self._train(batch)))
         except Exception as error:  # an error that a user would see is counted here
             self.errors.append(f"{type(error).__name__}: {error}")
-            return
+            raise Dropped from error
         self.device.memory()  # the neighbour takes memory that is free now
-        self.unmet.append(self.device.unmet_bytes)
-        self.plans.append(self.optimizer.plan())
+        self.unmet_iterations += self.device.unmet_bytes > 0
         self.timelines.append(self.optimizer.timeline())
 
-    def iteration_s(self, *, typical: bool) -> float:
+    def _train(self, batch: Batch) -> None:
+        self.model(*batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def iteration_s(self) -> float:
         """Seconds per iteration over the whole run or, for runs in which nothing changes, of the typical iteration."""
-        return statistics.median(self.seconds) if typical else statistics.fmean(self.seconds)
+        return statistics.fmean(self.seconds) if self.changes else statistics.median(self.seconds)
 
     @property
     def exceeded(self) -> bool:
         """Whether more memory was used than there is."""
         return self.device.peak_bytes > self.device.capacity
-
-    @property
-    def unmet_iterations(self) -> int:
-        """Iterations at the end of which the neighbour waited for memory."""
-        return sum(nbytes > 0 for nbytes in self.unmet)
 
     def transfers(self, first: int = 0) -> Counter[Op]:
         """How many there were of each kind in the iterations from `first` on."""
@@ -322,35 +318,26 @@ def fixed_policies(setting: Setting, iterations: int) -> list[tuple[str, Policy]
 
 
 def simulated_s(setting: Setting, iterations: int, policy: Policy) -> float:
-    """Mean seconds per iteration with a fixed policy, by the simulator."""
+    """Mean seconds per iteration with a fixed policy, by the simulator.
+
+    There are fewer slots in iterations where fewer fit, and without any what would stream is updated on the CPU.
+    """
     works = [setting.workload(i) for i in range(iterations)]
-    seconds = _simulated(setting, policy(works[0]))
-    return setting.rank.forward_s + statistics.fmean(map(seconds, works))
-
-
-def _held(plan: Plan, work: Workload) -> int:
-    return work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-
-
-def _simulated(setting: Setting, plan: Plan) -> Callable[[Workload], float]:
-    """Seconds of backward and update by memory: with fewer slots where fewer fit, on the CPU without any."""
+    plan = policy(works[0])
 
     @functools.cache
     def seconds(slots: int) -> float:
         fallen = {} if slots else {Placement.GPU_STREAMED: Placement.CPU}
         placements = tuple(fallen.get(placement, placement) for placement in plan.placements)
-        return makespan(
-            dataclasses.replace(plan, placements=placements, slots=slots),
-            setting.workload(0),
-            setting.rank.profile,
-            SCOPE,
-        )
+        there = dataclasses.replace(plan, placements=placements, slots=slots)
+        return makespan(there, works[0], setting.rank.profile, SCOPE)
 
-    def by_memory(work: Workload) -> float:
-        fitting = (work.shared_free_bytes - _held(plan, work)) // work.slot_bytes
-        return seconds(int(max(0, min(plan.slots, fitting))))
+    fitting = ((work.shared_free_bytes - _held(plan, work)) // work.slot_bytes for work in works)
+    return setting.rank.forward_s + statistics.fmean(seconds(int(max(0, min(plan.slots, n)))) for n in fitting)
 
-    return by_memory
+
+def _held(plan: Plan, work: Workload) -> int:
+    return work.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
 
 
 if __name__ == "__main__":

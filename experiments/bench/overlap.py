@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,30 +45,26 @@ ALONE = "compute alone"
 SCHEDULES = ("serial", "grad_overlap", "full_overlap")
 
 
-class Block(NamedTuple):
-    """Seconds of the forwards and of the whole iterations of one turn."""
+def iterate(model: GPT, optimizer: DOSAdam | None, batches: Sequence[Batch]) -> list[tuple[float, float]]:
+    """Train on the batches, or compute alone without an optimizer: seconds of each forward and of the whole iteration.
 
-    forward: list[float]
-    whole: list[float]
-
-
-def iterate(model: GPT, optimizer: DOSAdam | None, batches: Sequence[Batch]) -> Block:
-    """Train on the batches, or compute alone without an optimizer. No work is in flight at the end."""
-    block = Block([], [])
+    No work is in flight at the end.
+    """
+    seconds = []
     for batch in batches:
         begin = time.perf_counter()
         loss = model(*batch)
-        block.forward.append(time.perf_counter() - begin)
+        forward_s = time.perf_counter() - begin
         loss.backward()
         if optimizer is None:
             model.zero_grad()
         else:
             optimizer.step()
             optimizer.zero_grad()
-        block.whole.append(time.perf_counter() - begin)
+        seconds.append((forward_s, time.perf_counter() - begin))
     if optimizer is not None:
         optimizer.synchronize()
-    return block
+    return seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,15 +95,16 @@ def measure(
     for model in models.values():
         model.load_state_dict(start)
     alone = iterate(models[ALONE], None, batches[:BLOCK])
-    forward_s = min(alone.forward)
-    profile, workload, bound_s = slow_machine(ratio, forward_s, min(alone.whole) - forward_s)
+    forward_s, whole_s = map(min, zip(*alone, strict=True))
+    profile, workload, bound_s = slow_machine(ratio, forward_s, whole_s - forward_s)
     optimizers = {name: optimizer_for(models[name], name, profile, workload) for name in SCHEDULES}
     contestants = {name: partial(iterate, model, optimizers.get(name)) for name, model in models.items()}
     blocks = [batches[i : i + BLOCK] for i in range(0, len(batches), BLOCK)]
     turns = take_turns(contestants, blocks, warm_up=1, on_turn=on_turn)
-    seconds = {name: list(chain(*(block.whole[1:] for block in blocks))) for name, blocks in turns.items()}
-    forward = list(chain(*(block.forward[1:] for block in turns[ALONE])))
-    backward = [w - f for w, f in zip(seconds[ALONE], forward, strict=True)]
+    counted = {name: list(chain(*(block[1:] for block in blocks))) for name, blocks in turns.items()}
+    seconds = {name: [whole for _, whole in iterations] for name, iterations in counted.items()}
+    forward = [forward_s for forward_s, _ in counted[ALONE]]
+    backward = [whole - forward_s for forward_s, whole in counted[ALONE]]
     found = medians({"forward": forward, "backward": backward, **seconds})
     first, *others = (bits_of(models[name]) for name in SCHEDULES)
     return {
@@ -124,12 +120,10 @@ def measure(
 def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload: Workload) -> DOSAdam:
     """An optimizer that overlaps as the schedule says."""
     forward_s = workload.forward_s if schedule == "full_overlap" else 0.0
-    known: dict[str, Any] = {
-        f.name: getattr(workload, f.name) for f in dataclasses.fields(Workload) if f.name != "subgroups"
-    }
+    known = dataclasses.replace(workload, forward_s=forward_s)
     optimizer = DOSAdam(
         model.parameters(),
-        policy=lambda work: adaptive(dataclasses.replace(work, **{**known, "forward_s": forward_s}), profile),
+        policy=lambda work: adaptive(dataclasses.replace(known, subgroups=work.subgroups), profile),
         subgroup_size=workload.subgroups[0].numel,
         device=EmulatedDevice(profile, capacity=10 * workload.slot_bytes * len(workload.subgroups)),
     )

@@ -14,10 +14,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from experiments.command import Parser, table_of
-from experiments.harness import Limit, finish, measuring
+from experiments.harness import Limit, finish, measuring, timed
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
@@ -98,13 +99,10 @@ def fixed_plans(work: Workload, budget: Budget) -> tuple[list[Plan], list[Plan]]
 def planned(work: Workload, profile: HardwareProfile) -> tuple[Plan, Plan, list[float]]:
     """The first plan and the final one, and the processor's seconds of each call until that is there."""
     planner = AdaptivePlanner()
-    started = time.thread_time()
+    calls = [timed(partial(planner, work, profile), time.thread_time)]
     first = planner(work, profile)
-    calls = [time.thread_time() - started]
     while not planner.settled:
-        started = time.thread_time()
-        planner.learn()
-        calls.append(time.thread_time() - started)
+        calls.append(timed(planner.learn, time.thread_time))
     return first, planner(work, profile), calls
 
 
@@ -169,13 +167,8 @@ def cached_s() -> float:
     planner(work, profile)
     while not planner.settled:
         planner.learn()
-    spent = []
-    for _ in range(7):
-        again = dataclasses.replace(work)
-        started = time.thread_time()
-        planner(again, profile)
-        spent.append(time.thread_time() - started)
-    return min(spent)
+    unchanged = [dataclasses.replace(work) for _ in range(7)]
+    return min(timed(partial(planner, again, profile), time.thread_time) for again in unchanged)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -214,13 +214,17 @@ class Result:
         return [i.loss for i in self.iterations]
 
     @property
+    def timed(self) -> list[Iteration]:
+        """Those that times are of, or all if there are no others."""
+        return self.iterations[UNTIMED:] or self.iterations
+
+    @property
     def typical(self) -> Iteration:
         """The iteration of median time."""
-        return sorted(self._timed(), key=lambda i: i.seconds)[len(self._timed()) // 2]
+        return sorted(self.timed, key=lambda i: i.seconds)[len(self.timed) // 2]
 
     def summary(self) -> dict[str, Any]:
-        timed = self._timed()
-        seconds = {"iteration_s": [i.seconds for i in timed], "update_s": [i.update_s for i in timed]}
+        seconds = {"iteration_s": [i.seconds for i in self.timed], "update_s": [i.update_s for i in self.timed]}
         return {
             "losses": self.losses,
             **medians(seconds),
@@ -228,30 +232,26 @@ class Result:
             "peak_device_bytes": self.peak_device_bytes,
         }
 
-    def _timed(self) -> list[Iteration]:
-        return self.iterations[UNTIMED:] or self.iterations
-
 
 def report(results: Mapping[str, Result], machine: Machine, out: Path, console: Console) -> None:
     """Write summary and pictures, print the table."""
-    device = machine.name
     reference = results[REFERENCE].losses
     gaps = [abs(a - b) for r in results.values() for a, b in zip(r.losses, reference, strict=True)]
+    summaries = {name: result.summary() for name, result in results.items()}
     summary = {
-        "device": device,
+        "device": machine.name,
         "steps": len(reference),
         "max_loss_difference": max(gaps),
-        "policies": {name: result.summary() for name, result in results.items()},
+        "policies": summaries,
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     save_losses({name: r.losses for name, r in results.items()}, out / "losses.png", reference=REFERENCE)
     fitting = [name for name, r in results.items() if r.peak_device_bytes <= machine.capacity]
     timelines = {name: results[name].typical.timeline() for name in fitting}
-    save_timelines(timelines, out / "timeline.png", title=f"One iteration, {device}")
+    save_timelines(timelines, out / "timeline.png", title=f"One iteration, {machine.name}")
 
     cells = []
-    for name, result in results.items():
-        s = result.summary()
+    for name, s in summaries.items():
         times = (s["iteration_s"] - s["update_s"], s["update_s"], s["iteration_s"])
         shown = [f"{t * 1e3:.0f} ms" for t in times] if name in fitting else ["", "", "does not fit"]
         loss = f"{statistics.mean(s['losses'][-LAST:]):.4f}"

@@ -27,7 +27,7 @@ WAYS: dict[str, Any] = {"weights stay": None, "half of the blocks stay": 0.5, "a
 EFFORTS = {
     Size.TINY: Effort(warm_up=1, timed=1, updates=0, rounds=1),
     Size.SMALL: Effort(warm_up=2, timed=2, updates=0, rounds=2),
-    Size.FULL: Effort(warm_up=2, timed=3, updates=0, rounds=3),
+    Size.FULL: Effort(warm_up=2, timed=3, updates=0, rounds=2),
 }
 LARGE = {
     Size.TINY: Job(GPTConfig(6, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=1),

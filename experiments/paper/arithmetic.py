@@ -15,8 +15,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -46,106 +44,60 @@ RESIDUAL = 0.15
 """Of the model of ZeRO-3's loop, at most."""
 
 
-@dataclass(frozen=True)
-class TrainingRun:
-    """A published run, of one GPU. seconds: of a step. zero3_offload: whether the model of ZeRO-3's loop is of it."""
+def row(run: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that is compared of a run, a line of the file; None for what there is no model of. Of one GPU.
 
-    gpu: Gpu
-    name: str
-    model: Transformer
-    sequence: int
-    batch: int
-    micro_batches: int
-    checkpointing: bool
-    zero3_offload: bool
-    seconds: float
-    software: str
-
-    @property
-    def flops(self) -> tuple[float, float]:
-        """Operations of forward and backward of a micro-batch."""
-        return self.model.flops(self.batch * self.sequence, self.sequence, checkpointing=self.checkpointing)
-
-    @property
-    def utilisation(self) -> float:
-        """Share of the GPU's peak that the run reached, with whatever else it did."""
-        return sum(self.flops) * self.micro_batches / self.seconds / self.gpu.peak("bf16")
-
-    @property
-    def pass_s(self) -> tuple[float, float]:
-        """Seconds of forward and backward of a micro-batch, by the planner."""
-        forward, backward = (flops / (self.gpu.utilisation * self.gpu.peak("bf16")) for flops in self.flops)
-        return forward, backward
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of forward and backward of a step, by the planner."""
-        return sum(self.pass_s) * self.micro_batches
-
-    @property
-    def modelled_s(self) -> float:
-        """Seconds of a step of one micro-batch by the model of ZeRO-3's loop."""
-        profile = HardwareProfile.builtin(DESKTOPS[self.gpu.name])
-        numel, layers, (forward, backward) = self.model.numel, self.model.layers, self.pass_s
-        nbytes = VALUE_BYTES * numel
-        passes = (
-            forward_s(Pass(forward, up=nbytes / profile.h2d_bandwidth), layers),
-            backward_s(Pass(backward + nbytes / profile.d2h_bandwidth, up=nbytes / profile.h2d_bandwidth), layers),
-        )
-        loop = Run(
-            mode=Mode.ZERO3_OFFLOAD,
-            params=numel,
-            model_params=numel,
-            subgroups=math.ceil(numel / SUBGROUP_SIZE),
-            cpu_ratio=1.0,
-            stride=0,
-            ranks_per_host=1,
-            micro_batches=1,
-            micro_batch_size=self.batch,
-            forward_s=passes[0],
-        )
-        return sum(passes) + update_seconds(loop, profile)
-
-    def row(self) -> dict[str, Any]:
-        """Everything about it that is compared, as plain values; None for what there is no model of."""
-        modelled_s = self.modelled_s if self.zero3_offload else None
-        return {
-            "gpu": self.gpu.name,
-            "model": self.name,
-            "software": self.software,
-            "batch": self.batch,
-            "micro_batches": self.micro_batches,
-            "measured_s": self.seconds,
-            "utilisation": self.utilisation,
-            "planned_utilisation": self.gpu.utilisation,
-            "compute_s": self.compute_s,
-            "modelled_s": modelled_s,
-            "residual": None if modelled_s is None else modelled_s / self.seconds - 1,
-        }
+    utilisation: share of the GPU's peak that the run reached, with whatever else it did.
+    measured_s, compute_s: seconds of a step, and of its forward and backward alone by the planner.
+    """
+    gpu = next(gpu for gpu in GPUS.values() if gpu.name == run["gpu"])
+    model = Transformer.from_config(MODELS[run["model"]])
+    batch, sequence, micro_batches = (int(run[name]) for name in ("batch", "sequence", "micro_batches"))
+    tokens, peak = batch * sequence, gpu.peak("bf16")
+    flops = model.flops(tokens, sequence, checkpointing=run["checkpointing"] == "1")
+    forward, backward = (of_pass / (gpu.utilisation * peak) for of_pass in flops)
+    seconds = tokens * micro_batches / float(run["tokens_per_s"])
+    modelled = modelled_s(gpu, model, batch, forward, backward) if run["zero3_offload"] == "1" else None
+    return {
+        "gpu": gpu.name,
+        "model": run["model"],
+        "software": run["software"],
+        "batch": batch,
+        "micro_batches": micro_batches,
+        "measured_s": seconds,
+        "utilisation": sum(flops) * micro_batches / seconds / peak,
+        "planned_utilisation": gpu.utilisation,
+        "compute_s": (forward + backward) * micro_batches,
+        "modelled_s": modelled,
+        "residual": None if modelled is None else modelled / seconds - 1,
+    }
 
 
-def read_training_runs(path: str | Path = TRAINING_RUNS) -> list[TrainingRun]:
-    """The runs of the file."""
-    gpus = {gpu.name: gpu for gpu in GPUS.values()}
-    runs = []
-    with Path(path).open(newline="") as file:
-        for row in csv.DictReader(file):
-            batch, sequence, times = (int(row[name]) for name in ("batch", "sequence", "micro_batches"))
-            runs.append(
-                TrainingRun(
-                    gpus[row["gpu"]],
-                    row["model"],
-                    Transformer.from_config(MODELS[row["model"]]),
-                    sequence,
-                    batch,
-                    times,
-                    row["checkpointing"] == "1",
-                    row["zero3_offload"] == "1",
-                    batch * sequence * times / float(row["tokens_per_s"]),
-                    row["software"],
-                )
-            )
-    return runs
+def modelled_s(gpu: Gpu, model: Transformer, batch: int, forward: float, backward: float) -> float:
+    """Seconds of a step of one micro-batch by the model of ZeRO-3's loop. forward, backward: seconds of compute."""
+    profile = HardwareProfile.builtin(DESKTOPS[gpu.name])
+    nbytes = VALUE_BYTES * model.numel
+    up, down = nbytes / profile.h2d_bandwidth, nbytes / profile.d2h_bandwidth
+    whole_forward = forward_s(Pass(forward, up=up), model.layers)
+    loop = Run(
+        mode=Mode.ZERO3_OFFLOAD,
+        params=model.numel,
+        model_params=model.numel,
+        subgroups=math.ceil(model.numel / SUBGROUP_SIZE),
+        cpu_ratio=1.0,
+        stride=0,
+        ranks_per_host=1,
+        micro_batches=1,
+        micro_batch_size=batch,
+        forward_s=whole_forward,
+    )
+    return whole_forward + backward_s(Pass(backward + down, up=up), model.layers) + update_seconds(loop, profile)
+
+
+def read_rows() -> list[dict[str, Any]]:
+    """The rows of all runs."""
+    with TRAINING_RUNS.open(newline="") as file:
+        return list(map(row, csv.DictReader(file)))
 
 
 def limits(rows: Sequence[Mapping[str, Any]]) -> list[Limit]:
@@ -175,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("arithmetic", __doc__)
     parser.add_json()
     options = parser.parse_args(arguments)
-    rows = [run.row() for run in read_training_runs()]
+    rows = read_rows()
     console = Console(stderr=options.json)
     console.print(table_of("Published runs, seconds of a step", rows, left=3))
     missed = limits(rows)

@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -33,16 +32,15 @@ from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, positive, table_of
 from experiments.gpt import GPT, Corpus, standard_library
 from experiments.harness import finish, measuring
-from experiments.miniature import equal_subgroups, without_fixed_costs
+from experiments.miniature import equal_subgroups, slowed
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.device import CONTEXT, small_model
 from experiments.paper.sweep.predict import Predictor, policy_plan
 from experiments.paper.sweep.spec import Configuration
 from perfmodel import Plan, Workload
 from perfmodel.hardware import HardwareProfile
-from perfmodel.policies import cpu_only
 from perfmodel.scope import Scope
-from perfmodel.simulate import exposed, makespan
+from perfmodel.simulate import exposed
 
 BATCH, SETTLING, STEPS = 2, 2, 3
 """Sequences; steps that move state to where it stays, and steps that are measured."""
@@ -69,10 +67,10 @@ def configuration(ranks: int, policy: str, device: str = "emulated") -> Configur
 
 def emulated(config: Configuration, predictor: Predictor, numel: int, update_s: float) -> HardwareProfile:
     """The machine of a rank with `numel` parameters, so slow that one rank alone updates for `update_s` on the CPU."""
-    machine, alone = without_fixed_costs(config.profile()), predictor.run_of(configuration(1, "cpu"))
+    alone = predictor.run_of(configuration(1, "cpu"))
     work = equal_subgroups(int(alone.params), -(-int(alone.params) // alone.subgroups))
-    alone_s = makespan(cpu_only(work), work, dataclasses.replace(machine, ranks_per_host=1))
-    scaled = machine.scaled(numel / predictor.run_of(config).params * alone_s / update_s)
+    slow = slowed(dataclasses.replace(config.profile(), ranks_per_host=1), work, update_s)
+    scaled = slow.scaled(numel / predictor.run_of(config).params)
     return dataclasses.replace(scaled, ranks_per_host=config.ranks_per_node)
 
 
@@ -117,34 +115,33 @@ def train(config: Configuration, predictor: Predictor, update_s: float) -> dict[
     return {name: statistics.median(each[name] for each in steady) for name in found[0]}
 
 
-def work(asked: dict[str, Any]) -> NoReturn:
-    """The work of each process under torchrun, which then ends; the first writes the times of the slowest rank."""
+def work(out: Path) -> NoReturn:
+    """Do the work of a process under torchrun, and end it. The first writes the times of the slowest rank to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     predictor = Predictor(read_runs())
     results = []
-    for policy in asked["policies"]:
-        mine = train(configuration(dist.get_world_size(), policy), predictor, asked["update_s"])
+    for policy in POLICIES.values():
+        mine = train(configuration(dist.get_world_size(), policy), predictor, UPDATE_S)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         results.append({"policy": policy, **{name: max(each[name] for each in gathered) for name in mine}})
     if dist.get_rank() == 0:
-        Path(asked["out"]).write_text(json.dumps(results))
+        out.write_text(json.dumps(results))
     dist.destroy_process_group()
     os._exit(0)  # a thread of gloo's may free a tensor while the interpreter ends, which aborts (torch 2.13)
 
 
-def run(ranks: int, policies: list[str], update_s: float = UPDATE_S) -> list[dict[str, Any]]:
+def run(ranks: int) -> list[dict[str, Any]]:
     """A job of so many processes; a row for each policy.
 
     Raises RuntimeError with what the processes wrote if one of them fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.json"
-        asked = json.dumps({"policies": policies, "update_s": update_s, "out": str(out)})
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         done = subprocess.run(
-            [*torchrun, "-m", "experiments.job", "--worker", asked],
+            [*torchrun, "-m", "experiments.job", "--worker", str(out)],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -172,25 +169,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("job", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_json()
-    parser.add_argument("--worker", help="for torchrun")
+    parser.add_argument("--worker", type=Path, help="for torchrun")
     arguments = parser.parse_args(argv)
     if arguments.worker:
-        work(json.loads(arguments.worker))
+        work(arguments.worker)
     predictor = Predictor(read_runs())
     rows = []
     with measuring(arguments.json, emulated=False) as (console, progress):
         for ranks in arguments.ranks:
             progress(f"{ranks} ranks")
-            rows += [beside_published(row, predictor) for row in run(ranks, list(POLICIES.values()))]
-    show(rows, console)
-    return finish({"rows": rows}, console, arguments.json)
-
-
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """A table of them, policies by their usual names."""
+            rows += [beside_published(row, predictor) for row in run(ranks)]
     names = {policy: name for name, policy in POLICIES.items()}
     shown = [{**row, "policy": names[row["policy"]], "error": f"{row['error']:+.1%}"} for row in rows]
     console.print(table_of("Seconds of an update; published and simulated are of the large model", shown, left=2))
+    return finish({"rows": rows}, console, arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,16 @@ import dataclasses
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 
 from experiments.command import Parser, table_of
 from experiments.harness import finish
-from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, PublishedRun, read_runs
+from experiments.paper.runs import DATA_SHEETS, DEVICE_BANDWIDTHS, PublishedRun, grouped, median_of, read_runs
 from experiments.paper.zero3 import (
     UNCERTAINTY,
     BackwardRates,
@@ -35,9 +35,6 @@ from experiments.paper.zero3 import (
 )
 from experiments.plots import can_draw, save_predictions
 from perfmodel.hardware import HardwareProfile
-
-K = TypeVar("K")
-T = TypeVar("T")
 
 MEASURED_AS_BEST = {"h100": 0.01, "a100_bound": 0.01, "a100_unbound": 0.03}
 """Strides whose measured updates are this close to the fastest count as fastest: what runs of the class repeat to."""
@@ -97,13 +94,17 @@ class Prediction:
         return self.baseline[0] / self.published.iteration_s, self.baseline[1] / self.iteration_s
 
 
+Cases = Mapping[str, Mapping[str, Sequence[Prediction]]]
+"""Predictions of published runs, by what was left out of the fit, then by machine."""
+
+
 def predict(model: ClassModel, test: Sequence[PublishedRun], known: Sequence[PublishedRun]) -> list[Prediction]:
     """Predictions for the runs of one class; CPU-only runs to compare with are looked up in test, then in known."""
     baselines: dict[tuple[str, ...], tuple[float, float]] = {}
     for runs in (known, test):
-        for config, group in _grouped((r for r in runs if r.run.mode is Mode.ZERO3_OFFLOAD), lambda r: r.config):
+        for config, group in grouped((r for r in runs if r.run.mode is Mode.ZERO3_OFFLOAD), lambda r: r.config):
             baselines[config] = (
-                statistics.median(r.iteration_s for r in group),
+                median_of(group, "iteration_s"),
                 statistics.median(model.iteration_s(r.run) for r in group),
             )
     return [
@@ -119,11 +120,11 @@ def stride_hits(predictions: Sequence[Prediction], tolerance: float) -> tuple[in
     """
     hits = cases = 0
     interleaved = (p for p in predictions if p.published.run.mode is Mode.DOS and p.published.run.stride)
-    for _, group in _grouped(interleaved, lambda p: p.published.config):
-        by_stride = dict(_grouped(group, lambda p: p.published.run.stride))
+    for _, group in grouped(interleaved, lambda p: p.published.config):
+        by_stride = dict(grouped(group, lambda p: p.published.run.stride))
         if len(by_stride) < 2:
             continue
-        measured = {k: statistics.median(p.published.update_s for p in same) for k, same in by_stride.items()}
+        measured = {k: median_of((p.published for p in same), "update_s") for k, same in by_stride.items()}
         best = min(by_stride, key=lambda k: statistics.median(p.update_s for p in by_stride[k]))
         hits += measured[best] <= min(measured.values()) * (1 + tolerance)
         cases += 1
@@ -153,15 +154,23 @@ def cross_validation(
     """Per class, predictions of the runs of each value of a key from a fit to all others; runs without one are not left
     out."""
     found: dict[str, list[Prediction]] = defaultdict(list)
-    for name, same in _grouped(runs, lambda r: r.machine_class):
-        for value, left_out in _grouped(same, key):
+    for name, same in grouped(runs, lambda r: r.machine_class):
+        for value, left_out in grouped(same, key):
             others = [r for r in same if key(r) != value]
             if value and others:
                 found[name] += predict(ClassModel.fit(name, others), left_out, others)
     return dict(found)
 
 
-def rows_of(predictions: dict[str, list[Prediction]]) -> list[dict[str, Any]]:
+def left_out(runs: Sequence[PublishedRun]) -> Cases:
+    """The two cross-validations: no run of its model is fitted, or none of its stride."""
+    return {
+        "model": cross_validation(runs, lambda r: r.model),
+        "stride": cross_validation(runs, lambda r: r.run.stride),
+    }
+
+
+def rows_of(predictions: Mapping[str, Sequence[Prediction]]) -> list[dict[str, Any]]:
     """Errors per class and mode, and how many strides were predicted to be best that are, of how many."""
     rows = []
     for name, of_class in predictions.items():
@@ -174,7 +183,7 @@ def rows_of(predictions: dict[str, list[Prediction]]) -> list[dict[str, Any]]:
 
 def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
     """Write the fitted profiles of the published machines as JSON files."""
-    for name, same in _grouped(runs, lambda r: r.machine_class):
+    for name, same in grouped(runs, lambda r: r.machine_class):
         fitted = ClassModel.fit(name, same).profile
         sheet = DATA_SHEETS[name]
         note = (
@@ -202,13 +211,6 @@ def write_profiles(runs: Sequence[PublishedRun], folder: Path) -> None:
         profile.replace(**rounded).save(folder / f"{name}.json")
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
-    groups: dict[K, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.items())
-
-
 def _median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
@@ -224,20 +226,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_profiles:
         write_profiles(runs, Path(__file__).parents[2] / "perfmodel" / "profiles")
         return 0
-    report = {
-        "models left out": cross_validation(runs, lambda r: r.model),
-        "strides left out": cross_validation(runs, lambda r: r.run.stride),
-    }
+    report = left_out(runs)
     console = Console()
-    for title, predictions in report.items():
+    for what, predictions in report.items():
+        title = f"{what}s left out"
         console.print(table_of(title, rows_of(predictions), left=2))
         pairs = {n: [(p.published.update_s, p.update_s) for p in found] for n, found in predictions.items()}
         path = options.out / f"{title.replace(' ', '_')}.png"
         save_predictions(pairs, path, what="update (s)", title=f"Updates, {title}")
     if can_draw():
         print(f"\npictures in {options.out}")
-    first = next(iter(report.values()))
-    return finish({name: summary(name, of_class) for name, of_class in first.items()}, console, options.json)
+    of_models = {name: summary(name, of_class) for name, of_class in report["model"].items()}
+    return finish(of_models, console, options.json)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,9 @@ class PublishedRank:
         Runs differ in the share of the state on the CPU, so the update is extrapolated to all of it. Compute is what
         the fastest run needs, the one least held up by transfers.
         """
-        machine, model, ranks = TRACES[trace]
-        runs = [
-            r
-            for r in read_runs()
-            if (r.machine_class, r.model, r.run.ranks_per_host) == (machine, model, ranks)
-            and r.run.mode is Mode.ASYNC_GRAD_ONLY
-        ]
+        machine, _, ranks = TRACES[trace]
+        alike = [r for r in read_runs() if (r.machine_class, r.model, r.run.ranks_per_host) == TRACES[trace]]
+        runs = [r for r in alike if r.run.mode is Mode.ASYNC_GRAD_ONLY]
         ratios, updates = [r.run.cpu_ratio for r in runs], [r.update_s for r in runs]
         whole = [u for ratio, u in zip(ratios, updates, strict=True) if ratio == 1.0]
         fastest = min(runs, key=lambda r: r.forward_s + r.backward_s)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import csv
 import functools
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from experiments.paper.zero3 import Mode, Run
 from perfmodel.hardware import HardwareProfile
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 DATA = Path(__file__).parents[1] / "data"
 """Published by the authors: a CSV file of runs, and traces of memory; and the data sheets of their machines."""
@@ -63,6 +69,19 @@ class PublishedRun:
     def ranks(self) -> int:
         """Data-parallel ranks on all hosts."""
         return self.nodes * self.run.ranks_per_host
+
+
+def median_of(runs: Iterable[PublishedRun], phase: str) -> float:
+    """The median over runs of one of their times, such as "update_s"."""
+    return statistics.median(getattr(run, phase) for run in runs)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> list[tuple[K, list[T]]]:
+    """Items by their key, in the order in which keys first appear."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())
 
 
 def read_runs() -> list[PublishedRun]:

@@ -1,32 +1,202 @@
-"""The experiments' own logic, on little work: what they report is right, and bad arguments are said in one line."""
+"""Each experiment runs at its smallest size and judges its limits; what its figures are made of is right.
+
+Those with tests of their own: train, sweep, published, arithmetic, job, gpu_check; weights is in test_commands.py.
+"""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 
+import dos.planning.monitor
 from dos.calibration.measure import MINIMUM
-from experiments.bench import activations, disk, emulation, formats, kernel, overhead, overlap
+from experiments.bench import activations, disk, emulation, formats, kernel, memory, overhead, overlap, planner
+from experiments.bench.neighbours import neighbours
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import missed
+from experiments.miniature import equal_subgroups, slowed
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
+from perfmodel.hardware import HardwareProfile
 from tests.support.clock import compares_with_a_clock
+from tests.support.figures import read_figures
+
+TRACE = "h100_20b_interleaved"
+Rows = Sequence[Mapping[str, Any]]
 
 
-def test_a_row_of_the_overlap_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "CONFIG", GPTConfig(layers=1, width=64, heads=2, context=16))
-    monkeypatch.setattr(overlap, "SUBGROUPS", 4)
-    start = GPT(overlap.CONFIG).state_dict()
-    batches = Corpus(standard_library(), 16).batches(2 * overlap.BLOCK, 2, seed=0)
-    row = overlap.measure(start, batches, ratio=1.0, on_turn=lambda name: None)
-    assert row["bits_equal"] is True
-    seconds = [row[f"{name}_s"] for name in ("forward", "backward", "update_bound", *overlap.SCHEDULES)]
-    assert min(seconds) > 0
+def overlap_hides_nothing_when_serial(rows: Rows, _: Any) -> None:
+    (row,) = rows
     assert row["serial_s"] > row["forward_s"] + row["update_bound_s"]
+    assert row.keys() >= {f"{schedule}_s" for schedule in overlap.SCHEDULES}
+
+
+def overhead_is_per_parameter(rows: Rows, _: Any) -> None:
+    assert [(row["parameters"], row["elements"], row["where"]) for row in rows] == [(5, 8, "host"), (5, 8, "device")]
+    for row in rows:
+        assert min(row[f"{timed}_us_per_parameter"] for timed in ("step", "adamw_fused", "adamw_foreach")) > 0
+        assert row["hooks_us_per_parameter"] >= 0
+
+
+def kernels_are_beside_the_bandwidth(_: Rows, found: Any) -> None:
+    for update in ("fp32", "mixed", "split", "int8"):
+        assert found[update].keys() >= {"gparams_per_s", "ratio_to_bandwidth"}
+        assert min(found[update].values()) > 0
+    assert "ratio_to_mixed" in found["split"]
+
+
+def emulated_updates_are_no_faster_than_simulated(rows: Rows, found: Any) -> None:
+    assert len(rows) == 8
+    for row in rows:
+        assert row["measured_s"] > 0.95 * row["simulated_s"]
+        assert row["simulated_s"] > 0.99 * row["bound_s"]
+    assert 0 <= found["median_error"] <= found["max_error"]
+
+
+def saved_tensors_move_within_the_capacity(rows: Rows, _: Any) -> None:
+    assert [(row["state_fits"], row["activations"]) for row in rows] == [
+        (state_fits, way) for state_fits in activations.SETTINGS for way in activations.WAYS
+    ]
+    for row in rows:
+        assert row["peak_bytes"] <= row["capacity"]
+        assert row["iteration_s"] > 0.95 * row["compute_s"]
+        assert min(row["simulated_s"], row["predicted_s"]) > 0.99 * row["compute_s"]
+
+
+def bytes_are_those_of_the_format(rows: Rows, found: Any) -> None:
+    """Training is too short to say anything."""
+    by_name = {row["format"]: row for row in rows}
+    assert {"AdamW", "float32", "split", "int8"} <= by_name.keys()
+    assert by_name["float32"]["final_loss"] == by_name["split"]["final_loss"], "the same bits"
+    kept = [by_name[name] for name in ("float32", "split", "int8")]
+    assert [row["host_bytes_per_parameter"] for row in kept] == [14, 12, 6.0625]
+    assert [row["link_bytes_each_way"] for row in kept] == [12, 10, 4.0625]
+    assert all(losses["int8 of a float32 model"] == pytest.approx(1, abs=0.1) for losses in found["hard"].values())
+    assert Path("out/formats/formats.png").stat().st_size > 10_000
+
+
+def shares_on_disk_are_read_and_written(rows: Rows, _: Any) -> None:
+    for setting in ("throttled", "file system"):
+        of_setting = [row for row in rows if row["setting"] == setting]
+        assert [row["share_on_disk"] for row in of_setting] == pytest.approx(disk.SHARES, abs=0.08)
+        assert of_setting[-1]["swapped_s"] > of_setting[-1]["bound_s"]
+    for row in rows:
+        assert 50 <= row["subgroups"] <= 64
+        assert row["update_s"] >= 0.95 * row["bound_s"], "the drive is throttled"
+        assert (row["read_gb_per_s"] > 0) is (row["share_on_disk"] > 0)
+        for moved in row["read_bytes_per_parameter"], row["written_bytes_per_parameter"]:
+            assert (0.5 if row["share_on_disk"] else 0) * SPLIT.state_bytes <= moved <= SPLIT.state_bytes
+
+
+def memory_holds_and_is_used(rows: Rows, _: Any) -> None:
+    trace, beside, ample, half, none = rows
+    assert [trace["script"], beside["script"]] == [TRACE, "step up"]
+    for row in rows:
+        assert not row["capacity_exceeded"]
+        assert row["errors"] == 0
+    assert ample["moved_after_first"] == 0
+    assert half["fits_share"] == pytest.approx(0.5, abs=0.1)
+    assert none["same_traffic"]
+
+
+def plans_meet_their_figures(rows: Rows, _: Any) -> None:
+    """But for planning times, on a machine that others use."""
+    assert len(rows) == 2 * len(planner.BUDGETS)
+    assert not missed(planner.limits([{**row, "plan_s": 0.0, "search_s": 0.0} for row in rows]))
+
+
+SLOW = slowed(HardwareProfile.builtin("h100"), equal_subgroups(500_000, 31_250), 0.1)
+SETTINGS = {
+    name: activations.Setting(setting.state_share, setting.forward_s / 10, setting.link_s / 10)
+    for name, setting in activations.SETTINGS.items()
+}
+
+
+def small(module: ModuleType, arguments: str, sensible: Callable[[Rows, Any], None], **values: Any) -> Any:
+    """An experiment at its smallest size. sensible: checks its rows and its line of JSON. values: of its module."""
+    return pytest.param(module, arguments, sensible, values, id=module.__name__.rpartition(".")[2])
+
+
+EXPERIMENTS = (
+    small(
+        overlap,
+        "--rounds 1 --batch 2",
+        overlap_hides_nothing_when_serial,
+        CONFIG=GPTConfig(layers=1, width=64, heads=2, context=16),
+        SUBGROUPS=4,
+        UPDATE_OVER_FORWARD=(1.0,),
+    ),
+    small(overhead, "--rounds 2", overhead_is_per_parameter, SIZES=((5, 8),)),
+    small(kernel, "--numel 10k --rounds 2 --threads 1", kernels_are_beside_the_bandwidth),
+    small(
+        emulation,
+        "--rounds 1",
+        emulated_updates_are_no_faster_than_simulated,
+        machines=lambda: [emulation.Machine("h100", SLOW, 500_000, 16)],
+    ),
+    small(activations, "--rounds 1", saved_tensors_move_within_the_capacity, BLOCK=2, WARM_UP=0, SETTINGS=SETTINGS),
+    small(
+        formats,
+        "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1",
+        bytes_are_those_of_the_format,
+        TIMED_NUMEL=1 << 18,
+        TIMED_S=0.02,
+        HARD_STEPS=20,
+    ),
+    small(
+        disk,
+        "--rounds 1",
+        shares_on_disk_are_read_and_written,
+        WARM_UP=1,
+        FULL_S=0.1,
+        file_system=lambda folder, effort: disk.throttled(),
+    ),
+    small(
+        memory,
+        "--steps 6",
+        memory_holds_and_is_used,
+        CONFIG=GPTConfig(layers=2, width=32, heads=2, context=8),
+        SUBGROUPS=12,
+        UPDATE_S=0.01,
+        BATCH=2,
+        TRACES=[TRACE],
+        neighbours=lambda most, n: {"step up": neighbours(most, n)["step up"]},
+    ),
+    small(planner, "--profile h100", plans_meet_their_figures, SUBGROUPS=(10, 50)),
+)
+
+
+@pytest.mark.parametrize(("module", "arguments", "sensible", "values"), EXPERIMENTS)
+def test_an_experiment_measures_and_judges_its_limits(
+    module: ModuleType,
+    arguments: str,
+    sensible: Callable[[Rows, Any], None],
+    values: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in values.items():
+        monkeypatch.setattr(module, name, value)
+    # Iterations are a hundred times as fast as real ones, and as many samples shall be taken of each.
+    monkeypatch.setattr(dos.planning.monitor, "SHARE_OF_TIME", 0.1)
+    threads = torch.get_num_threads()
+    try:
+        status = module.main([*arguments.split(), "--json"])
+    finally:
+        torch.set_num_threads(threads)
+    found = read_figures(capsys.readouterr().out, status)
+    sensible(found.get("rows", ()), found)
+
+
+def test_an_update_takes_the_wanted_share_of_forward() -> None:
     *_, bound_s = overlap.slow_machine(1 / 3, forward_s=0.2, backward_s=0.4)
     assert bound_s == pytest.approx(0.2 / 3, rel=0.02)
 
@@ -38,25 +208,6 @@ def test_emulated_machines_take_as_long_as_wanted_and_plans_differ() -> None:
         work = machine.workload()
         assert emulation.makespan(emulation.cpu_only(work), work, machine.profile) == pytest.approx(emulation.UPDATE_S)
         assert len(set(emulation.plans(machine).values())) >= 6
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_a_row_of_the_overhead_experiment(where: str) -> None:
-    row = overhead.measure(5, 8, where, rounds=2)
-    assert (row["parameters"], row["elements"], row["where"]) == (5, 8, where)
-    assert min(row[f"{timed}_us_per_parameter"] for timed in ("step", "adamw_fused", "adamw_foreach")) > 0
-    assert row["hooks_us_per_parameter"] >= 0
-    assert len(overhead.limits(row)) == 2
-
-
-def test_rates_of_the_kernels() -> None:
-    contenders = kernel.build_contenders(10_240, threads=1)
-    assert list(contenders) == ["fp32", "mixed", "split", "int8"]
-    for each in contenders.values():
-        found = kernel.summarise(kernel.measure(each, 2), 10_240)
-        assert set(found) >= {"gparams_per_s", "ratio_to_bandwidth"}
-        assert min(found.values()) > 0
-    assert set(contenders["split"]) == {"ours", "bandwidth", "mixed"}
 
 
 def test_misordered_policies_are_found() -> None:
@@ -79,23 +230,7 @@ def test_an_update_in_int8_is_as_fast_as_its_bytes(monkeypatch: pytest.MonkeyPat
         assert times >= 1.6, f"{what}: needed 1.6 times as long with split as with int8, found {times:.2f} times"
 
 
-def test_formats_in_brief(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are those of the long run; training is too short to say anything."""
-    for name, value in (("TIMED_NUMEL", 1 << 18), ("TIMED_S", 0.02), ("HARD_STEPS", 20)):
-        monkeypatch.setattr(formats, name, value)
-    brief = ["--steps", "2", "--seeds", "1", "--width", "32", "--layers", "1", "--processes", "1", "--json"]
-    assert formats.main([*brief, "--out", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    rows = {row["format"]: row for row in found["rows"]}
-    assert {"AdamW", "float32", "split", "int8"} <= rows.keys()
-    assert rows["float32"]["final_loss"] == rows["split"]["final_loss"], "the same bits"
-    assert [rows[name]["host_bytes_per_parameter"] for name in ("float32", "split", "int8")] == [14, 12, 6.0625]
-    assert [rows[name]["link_bytes_each_way"] for name in ("float32", "split", "int8")] == [12, 10, 4.0625]
-    assert all(losses["int8 of a float32 model"] == pytest.approx(1, abs=0.1) for losses in found["hard"].values())
-    assert (tmp_path / "formats.png").stat().st_size > 10_000
-
-
-def test_what_leaves_is_planned_with_state() -> None:
+def test_saved_tensors_that_move_as_planned_are_never_slower_than_none_or_all() -> None:
     """At most 1.02 times the better of nothing and all; where state and saved tensors compete, a tenth better."""
     model = GPT(activations.CONFIG, dtype=activations.DTYPE)
     batch = Corpus(standard_library(), activations.CONFIG.context).batches(1, activations.BATCH, seed=0)[0]
@@ -117,7 +252,7 @@ def test_what_leaves_is_planned_with_state() -> None:
             assert 1.1 * planned <= min(stay, leave)
 
 
-def test_limits_of_what_leaves() -> None:
+def test_each_wrong_figure_of_saved_tensors_misses_one_limit() -> None:
     good = {"state_fits": "half", "iteration_s": 1.0, "predicted_s": 0.95, "peak_bytes": 9, "capacity": 9}
     rows = [{**good, "activations": way, "bits_equal": True} for way in activations.WAYS]
     assert missed(activations.limits(rows)) == []
@@ -126,20 +261,6 @@ def test_limits_of_what_leaves() -> None:
         assert len(missed(activations.limits([*rows[:-1], rows[-1] | wrong]))) == 1, wrong
     faster = {"state_fits": "all", "iteration_s": 0.5, "predicted_s": 0.5}
     assert missed(activations.limits([*rows, *(row | faster for row in rows)])) == []
-
-
-def test_rows_of_the_disk_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "FULL_S", 0.1)
-    rows = disk.compare("throttled", disk.throttled(), 1, tmp_path, lambda label: None)
-    assert [row["share_on_disk"] for row in rows] == pytest.approx(disk.SHARES, abs=0.08)
-    for row in rows:
-        assert row["bits_equal"] is True
-        assert 50 <= row["subgroups"] <= 64
-        assert row["update_s"] >= 0.95 * row["bound_s"] > 0, "the drive is throttled"
-        assert (row["read_gb_per_s"] > 0) is (row["share_on_disk"] > 0)
-        for moved in row["read_bytes_per_parameter"], row["written_bytes_per_parameter"]:
-            assert (0.5 if row["share_on_disk"] else 0) * SPLIT.state_bytes <= moved <= SPLIT.state_bytes
-    assert rows[-1]["swapped_s"] > rows[-1]["bound_s"]
 
 
 def test_the_disk_experiment_measures_the_file_system(tmp_path: Path) -> None:

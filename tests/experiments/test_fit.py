@@ -54,7 +54,7 @@ def test_runs_give_back_the_machine_despite_an_outlier() -> None:
     assert found.host_bandwidth == pytest.approx(TRUTH.host_bandwidth, rel=0.05)
 
 
-def test_backward_and_rest_are_linear() -> None:
+def test_rates_of_backward_and_rest_come_back_from_their_times() -> None:
     truth = BackwardRates(0.3, 4e-11, 7e-11, 2e-10, 2e-10)
     times = [backward_seconds(run, truth) for run in runs()]
     found = BackwardRates(*non_negative([backward_features(run) for run in runs()], times))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import dos.planning.monitor
 from experiments.bench import memory
 from experiments.bench.memory import Run, Setting, train
-from experiments.bench.neighbours import neighbours
 from experiments.gpt import Corpus, GPTConfig, standard_library
 from experiments.harness import missed
 from experiments.paper import memory_h100
@@ -35,7 +32,7 @@ def batches(count: int = ITERATIONS) -> list[memory.Batch]:
     return Corpus(standard_library(), 8).batches(count, 2, seed=0)
 
 
-def test_runs_notice_what_must_not_be(tiny: None) -> None:
+def test_a_run_that_fails_or_has_other_bits_or_too_much_memory_is_noticed(tiny: None) -> None:
     setting = Setting.of(PublishedRank.read())
 
     def broken(workload: object) -> None:
@@ -70,7 +67,7 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
 
 
-def test_rows_tell_what_was_missed() -> None:
+def test_each_wrong_figure_of_a_script_misses_one_limit() -> None:
     row = {
         "script": "step up",
         "capacity_exceeded": False,
@@ -99,31 +96,6 @@ def test_rows_tell_what_was_missed() -> None:
         assert len(missed(memory.limits(row | wrong))) == 1, wrong
 
 
-def test_the_command_writes_rows_as_json(
-    tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(memory, "TRACES", {"h100_20b_interleaved": TRACES["h100_20b_interleaved"]})
-    monkeypatch.setattr(memory, "neighbours", lambda most, n: {"step up": neighbours(most, n)["step up"]})
-    monkeypatch.setenv("COLUMNS", "140")
-    threads = torch.get_num_threads()
-    try:
-        memory.main(["--json", "--steps", "6"])
-    finally:
-        torch.set_num_threads(threads)
-    captured = capsys.readouterr()
-    rows = json.loads(captured.out.splitlines()[-1])["rows"]
-    assert [row["script"] for row in rows] == ["h100_20b_interleaved", "step up", "ample", "half", "none"]
-    for row in rows:
-        assert not row["capacity_exceeded"]
-        assert row["errors"] == 0
-        assert row["bits_equal"]
-        assert min(row["adaptive_s"], row["cpu_only_s"], row["bound_s"]) > 0
-    assert rows[2]["moved_after_first"] == 0
-    assert rows[3]["fits_share"] == pytest.approx(0.5, abs=0.1)
-    assert rows[4]["same_traffic"]
-    assert "step up" in captured.err
-
-
 def test_recordings_are_one_iteration_by_phase() -> None:
     peaks = {"h100_20b_interleaved": 33.4, "h100_20b_zero3_offload": 21.5, "a100_13b_zero3_offload": 31.5}
     updates = {"h100_20b_interleaved": 26.9, "h100_20b_zero3_offload": 14.3, "a100_13b_zero3_offload": 24.7}
@@ -138,7 +110,7 @@ def test_recordings_are_one_iteration_by_phase() -> None:
         assert positions[-1] == UPDATE
 
 
-def test_the_simulation_of_the_published_run() -> None:
+def test_in_the_published_run_the_more_state_is_resident_the_less_is_copied() -> None:
     rank = PublishedRank.read()
     rows = {
         name: memory_h100.simulated(name, plan, work, rank) for name, (plan, work) in memory_h100.plans(rank).items()

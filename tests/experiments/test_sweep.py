@@ -11,9 +11,10 @@ import pytest
 
 import experiments.paper.sweep.__main__ as sweep
 import experiments.paper.sweep.report as sweep_report
-from experiments.paper.runs import read_runs
-from experiments.paper.sweep.predict import KEYS_OF_RUNS, Predictor
-from experiments.paper.sweep.report import interleavings
+from experiments.paper.published import left_out
+from experiments.paper.runs import PublishedRun, read_runs
+from experiments.paper.sweep.predict import KEYS_OF_RUNS, Outcome, Predictor
+from experiments.paper.sweep.report import Interleaving, interleavings
 from experiments.paper.sweep.spec import Configuration, read_sweep
 from tests.support import ROOT
 
@@ -94,21 +95,25 @@ def test_the_ready_sweeps_are_the_papers_experiments() -> None:
 # Rows
 
 
-def test_rows_are_written_as_they_are_known(tmp_path: Path, predictor: Predictor) -> None:
+def test_rows_are_written_as_they_are_known(
+    tmp_path: Path, predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small, path = read_sweep(written(tmp_path, SMALL)), tmp_path / "small.csv"
-    done: list[int] = []
+    first_three = map(predictor.outcome, small.configurations[:3])
 
-    def stop_after_three() -> None:
-        done.append(1)
-        if len(done) == 3:
+    def outcome(config: Configuration, predictor: Predictor) -> Outcome:
+        if (found := next(first_three, None)) is None:
             raise KeyboardInterrupt
+        return found
 
+    monkeypatch.setattr(sweep, "outcome", outcome)
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(small, path, predictor, stop_after_three)
+        sweep.run(small, path, predictor)
+    monkeypatch.undo()
     rows = list(csv.DictReader(path.open(newline="")))
     assert [row["policy"] for row in rows] == ["zero3_offload", "dos", "adaptive"]
     assert tuple(rows[0]) == sweep.COLUMNS
-    results = sweep.run(small, path, predictor, lambda: None)
+    results = sweep.run(small, path, predictor)
     assert len(list(csv.DictReader(path.open(newline="")))) == len(results) == len(small.configurations)
 
 
@@ -116,7 +121,7 @@ def test_a_file_of_something_else_is_not_overwritten(tmp_path: Path, predictor: 
     path = tmp_path / "small.csv"
     path.write_text("my,own,data\n1,2,3\n")
     with pytest.raises(ValueError, match="has no rows of a sweep"):
-        sweep.run(read_sweep(written(tmp_path, SMALL)), path, predictor, lambda: None)
+        sweep.run(read_sweep(written(tmp_path, SMALL)), path, predictor)
     assert path.read_text() == "my,own,data\n1,2,3\n"
 
 
@@ -176,13 +181,20 @@ def test_more_memory_is_never_slower_and_is_what_was_asked_for(predictor: Predic
 def test_published_runs_that_interleaving_did_not_help_are_found(predictor: Predictor) -> None:
     found = interleavings(predictor.published)
     assert all(item.gain > 0 for item in found)
-    doubtful = {(i.interleaved.model, i.interleaved.ranks) for i in found if i.doubtful}
+    doubtful = {(i.interleaved[0].model, i.interleaved[0].ranks) for i in found if i.doubtful}
     assert doubtful == {("7B", 16), ("7B", 8), ("13B", 1)}
-    clear = dataclasses.replace(found[0], cpu_s=2.0, interleaved_s=1.0, overlap=False, backward_added_s=0.0)
-    assert not clear.doubtful
-    assert dataclasses.replace(clear, overlap=True).doubtful
-    assert dataclasses.replace(clear, interleaved_s=1.99).doubtful
-    assert dataclasses.replace(clear, backward_added_s=clear.update_saved_s).doubtful
+    run = found[0].interleaved[0]
+
+    def repeats(*iterations_s: float, backward_s: float = 0.0, update_s: float = 0.0) -> list[PublishedRun]:
+        times = {"backward_s": backward_s, "update_s": update_s}
+        return [dataclasses.replace(run, iteration_s=iteration_s, **times) for iteration_s in iterations_s]
+
+    cpu = repeats(2.0, update_s=1.0)
+    assert not Interleaving(cpu, repeats(1.0)).doubtful
+    assert not Interleaving(cpu, repeats(1.0, backward_s=0.1)).doubtful
+    assert Interleaving(cpu, repeats(1.0, backward_s=0.11)).doubtful
+    assert Interleaving(cpu, repeats(1.0, 1.0, 2.1)).doubtful, "they overlap"
+    assert Interleaving(cpu, repeats(1.99)).doubtful, "repeats differ by as much"
 
 
 def test_the_report_is_what_the_model_says_now(predictor: Predictor) -> None:
@@ -190,7 +202,7 @@ def test_the_report_is_what_the_model_says_now(predictor: Predictor) -> None:
     for name in sweep_report.READY:
         one = read_sweep(sweep.SWEEPS / f"{name}.toml")
         found[name] = (one, {c: predictor.outcome(c) for c in one.configurations})
-    fresh = sweep_report.report(found, predictor, sweep_report.left_out(predictor))
+    fresh = sweep_report.report(found, predictor, left_out(predictor.runs))
     committed = (ROOT / sweep.REPORT).read_text()
     number = re.compile(r"\d+(?:\.\d+)?")
     assert number.sub("#", fresh) == number.sub("#", committed), "run `make experiments` and look at what has changed"

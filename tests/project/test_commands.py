@@ -1,4 +1,4 @@
-"""Every command that README and docs show starts, at its smallest, with no more installed than README says."""
+"""Every command that README and docs show starts with no more installed than README says."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import pages, processes
+from tests.support.figures import read_figures
 
 ROOT = pages.ROOT
 ABSENT = (
@@ -18,38 +19,32 @@ ABSENT = (
 """Packages that `pip install .` leaves out: all of the extras in pyproject.toml, and the peers."""
 NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip install matplotlib"
 TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
-FORMATS = "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1"
 
 QUICK = {
     "experiments.any_size": "",
-    "experiments.arithmetic": "",
     "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
-    "experiments.kernel": "--numel 1k --rounds 1 --threads 1",
-    "experiments.memory --simulate": "--out memory.png",
-    "experiments.published": "",
+    "experiments.memory --simulate": "--out memory.png --json",
+    "experiments.published": "--json",
     "experiments.sweep": "ratio",
     "experiments.train": TRAIN,
     "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
 }
 SLOW = {
-    "experiments.activations": "--rounds 1",
     "dos.calibrate": "--quick --output profile.json",
     "dos.calibrate --disk": "state --quick --device cpu",
-    "experiments.disk": "--rounds 1",
-    "experiments.emulation": "--rounds 1",
-    "experiments.formats": FORMATS,
-    "experiments.job": "--ranks 1",
+    "experiments.job": "--ranks 1 --json",
     "experiments.gpu_check --only": "environment,calibration --size tiny --minutes 1",
-    "experiments.memory": "--steps 2",
-    "experiments.memory --only": "none --steps 2",
-    "experiments.overhead": "--most 100 --rounds 1",
-    "experiments.overlap": "--rounds 1 --batch 1",
-    "experiments.planner": "--profile h100",
     "experiments.sweep emulated": "",
-    "experiments.weights": "--rounds 1 --largest 2",
+    "experiments.weights": "--rounds 1 --largest 2 --json",
     "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
     "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
+RUN_ELSEWHERE = {
+    **{f"experiments.{name}": "" for name in ("activations", "arithmetic", "disk", "emulation", "formats", "kernel")},
+    **{f"experiments.{name}": "" for name in ("memory", "overhead", "overlap", "planner")},
+    "experiments.memory --only": "none",
+}
+"""`tests/experiments` has them measure. Here they show their options, for which they import all that they need."""
 REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.md"}
 """They draw what docs show, and say what to install for that."""
 
@@ -77,22 +72,31 @@ def starts(command: str, arguments: str, folder: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
     # 1: it ran, and a figure is not what it should be, which so small a size says nothing about.
     assert done.returncode in (0, 1), done.stderr
+    if "--json" in arguments:
+        assert read_figures(done.stdout, done.returncode)
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_it_starts(command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs(command: str, tmp_path: Path) -> None:
     starts(command, QUICK[command], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", SLOW)
-def test_it_starts_and_takes_long(command: str, tmp_path: Path) -> None:
+def test_a_documented_command_runs_that_takes_minutes(command: str, tmp_path: Path) -> None:
     starts(command, SLOW[command], tmp_path)
 
 
+@pytest.mark.parametrize("command", RUN_ELSEWHERE)
+def test_a_command_that_is_run_elsewhere_shows_its_options(command: str, tmp_path: Path) -> None:
+    done = run(command, f"{RUN_ELSEWHERE[command]} --help", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m {command.split()[0]}")
+
+
 @pytest.mark.parametrize("command", REFUSED)
-def test_it_says_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
+def test_a_command_that_draws_says_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
     done = run(command, REFUSED[command], tmp_path)
     assert (done.returncode, done.stderr) == (2, NEEDS_MATPLOTLIB + "\n")
     assert not (tmp_path / "results.md").exists()
@@ -106,7 +110,7 @@ def told_apart(words: Sequence[str]) -> set[str]:
 
 def test_every_documented_command_is_tried() -> None:
     """With `make`: the targets call these, pytest, or tools; `pip`, examples and tests are tried elsewhere."""
-    tried = [told_apart(command.split()) for command in (*QUICK, *SLOW, *REFUSED)]
+    tried = [told_apart(command.split()) for command in (*QUICK, *SLOW, *RUN_ELSEWHERE, *REFUSED)]
     names = ["README", *sorted(path.stem for path in (ROOT / "docs").glob("*.md"))]
     documented = [words for name in names for command in pages.commands(name) if "-m" in (words := command.split())]
     modules = [words[words.index("-m") + 1 :] for words in documented]

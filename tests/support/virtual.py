@@ -33,7 +33,7 @@ UP = Move(Tier.HOST, Tier.DEVICE)
 class Training:
     """Iterations one after the other, as `DOSAdam` goes through them.
 
-    seconds: of each iteration. unmet: bytes for which the neighbour was waiting at each end.
+    seconds: of each iteration.
     """
 
     def __init__(self, setting: Setting, seed: int = 0) -> None:
@@ -41,7 +41,6 @@ class Training:
         self._rank = rank = setting.rank
         self._loads = rank.loads.subgroups
         self.seconds: list[float] = []
-        self.unmet: list[int] = []
         self._drawn = random.Random(seed)
         self._position = 0.0
         self._iteration = -1
@@ -84,7 +83,6 @@ class Training:
         self._begun = []
         self._policy.search()
         self.device.memory()  # lets the neighbour take what has come free
-        self.unmet.append(self.device.unmet_bytes)
 
     def _at(self, position: float) -> None:
         """The training has come to this position of its iteration, and the neighbour takes what it can get."""

@@ -12,30 +12,28 @@ from __future__ import annotations
 import csv
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
 from experiments.command import Parser, table
+from experiments.harness import FILE_WIDTH
 from experiments.paper.runs import read_runs
 from experiments.paper.sweep.compare import METRICS, compare, listing, save_comparison
 from experiments.paper.sweep.predict import Outcome, Predictor
-from experiments.paper.sweep.report import READY, write_report
+from experiments.paper.sweep.report import PICTURES, READY, write_report
 from experiments.paper.sweep.spec import Configuration, Sweep, read_sweep
 from experiments.plots import can_draw
 
 SWEEPS = Path(__file__).parent / "ready"
 REPORT = Path("docs/results.md")
-FILE_WIDTH = 170
-"""Columns of tables that do not go to a terminal."""
 COLUMNS = tuple(f.name for kind in (Configuration, Outcome) for f in dataclasses.fields(kind))
 
 
-def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]) -> dict[Configuration, Outcome]:
-    """The outcomes of a sweep's configurations, each a row of the file as soon as it is known. done: told of each.
+def run(sweep: Sweep, path: Path, predictor: Predictor) -> dict[Configuration, Outcome]:
+    """The outcomes of a sweep's configurations, each a row of the file as soon as it is known.
 
     Raises ValueError if the file is there and has other columns, OSError if it cannot be written.
     """
@@ -48,11 +46,10 @@ def run(sweep: Sweep, path: Path, predictor: Predictor, done: Callable[[], None]
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(COLUMNS)
         results = {}
-        for config in sweep.configurations:
+        for config in track(sweep.configurations, sweep.name, console=Console(stderr=True)):
             results[config] = outcome(config, predictor)
             rows.writerow((*dataclasses.astuple(config), *dataclasses.astuple(results[config])))
             file.flush()
-            done()
     return results
 
 
@@ -114,17 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(set(names)) < len(names):
             raise ValueError(f"two sweeps are called {max(names, key=names.count)!r}; rename one of the files")
         predictor = Predictor(read_runs())
-        results = _run_all(sweeps, options.out, predictor)
+        results = {sweep.name: run(sweep, options.out / f"{sweep.name}.csv", predictor) for sweep in sweeps}
         console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH)
         for sweep in sweeps:
             show(sweep, results[sweep.name], console)
             draw(sweep, results[sweep.name], options.out)
         print(f"rows and charts in {options.out}")
         if options.report:
-            pictures = options.report.parent / "images"
             for sweep in sweeps:
-                draw(sweep, results[sweep.name], pictures, "sweep_")
-            write_report(options.report, pictures, {s.name: (s, results[s.name]) for s in sweeps}, predictor)
+                draw(sweep, results[sweep.name], options.report.parent / PICTURES, "sweep_")
+            write_report(options.report, {s.name: (s, results[s.name]) for s in sweeps}, predictor)
             print(f"results in {options.report}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -132,17 +128,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"interrupted; {options.out} has the rows until here", file=sys.stderr)
         return 130
     return 0
-
-
-def _run_all(sweeps: Sequence[Sweep], out: Path, predictor: Predictor) -> dict[str, dict[Configuration, Outcome]]:
-    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    results = {}
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        for sweep in sweeps:
-            task = progress.add_task(sweep.name, total=len(sweep.configurations))
-            done = partial(progress.advance, task)
-            results[sweep.name] = run(sweep, out / f"{sweep.name}.csv", predictor, done)
-    return results
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.paper.published import Prediction
+from experiments.paper.runs import grouped
 from experiments.paper.sweep.predict import Outcome
 from experiments.paper.sweep.spec import Configuration, Sweep
 from experiments.plots import CURVE_COLOURS, drawn, grid, picture, save_predictions
@@ -122,11 +123,10 @@ def compare(sweep: Sweep, results: Results) -> list[Comparison]:
     ticks = _distinct(results, sweep.axis)
     found = []
     for facet in _facets(sweep, results):
-        members = {c: o for c, o in results.items() if _agrees(c, facet)}
+        members = [(c, o) for c, o in results.items() if _agrees(c, facet)]
         series = []
-        for policy, memory in dict.fromkeys((c.policy, c.memory) for c in members):
-            same = {c: o for c, o in members.items() if (c.policy, c.memory) == (policy, memory)}
-            outcomes = [next((o for c, o in same.items() if _agrees(c, {sweep.axis: tick})), None) for tick in ticks]
+        for (policy, memory), same in grouped(members, lambda item: (item[0].policy, item[0].memory)):
+            outcomes = [next((o for c, o in same if _agrees(c, {sweep.axis: tick})), None) for tick in ticks]
             series.append(Series(policy, memory, tuple(outcomes)))
         label = ", ".join(f"{key.replace('_', ' ')} {tick(value)}" for key, value in facet.items())
         found.append(Comparison(sweep.axis, tuple(map(tick, ticks)), label, tuple(series)))

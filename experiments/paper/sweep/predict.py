@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.paper.published import ClassModel
-from experiments.paper.runs import OVERSHOOT, TRACES, PublishedRun, read_trace
+from experiments.paper.runs import OVERSHOOT, TRACES, PublishedRun, grouped, median_of, read_trace
 from experiments.paper.sweep.spec import PUBLISHED_LOOPS, Configuration
 from experiments.paper.zero3 import Mode, Run, backward_seconds, non_negative, rest_seconds, update_seconds
 from perfmodel.adaptive import adaptive
@@ -89,11 +88,11 @@ class Predictor:
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.runs = tuple(runs)
         self.published = tuple(r for r in runs if r.tensor_parallel == 1)
-        self.models, self._forwards = {}, {}
-        for name in dict.fromkeys(r.machine_class for r in self.published):
-            self.models[name] = ClassModel.fit(name, [r for r in runs if r.machine_class == name])
-            same = [r for r in self.published if r.machine_class == name]
-            self._forwards[name] = non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
+        self.models = {name: ClassModel.fit(name, same) for name, same in grouped(runs, lambda r: r.machine_class)}
+        self._forwards = {
+            name: non_negative([_features(r) for r in same], [r.forward_s for r in same], rounds=1)
+            for name, same in grouped(self.published, lambda r: r.machine_class)
+        }
 
     def outcome(self, config: Configuration) -> Outcome:
         """The times of the configuration, simulated whatever its device, beside those that were published of it."""
@@ -110,9 +109,9 @@ class Predictor:
         return dataclasses.replace(
             found,
             published_runs=len(repeats),
-            published_backward_s=statistics.median(r.backward_s for r in repeats),
-            published_update_s=statistics.median(r.update_s for r in repeats),
-            published_iteration_s=statistics.median(r.iteration_s for r in repeats),
+            published_backward_s=median_of(repeats, "backward_s"),
+            published_update_s=median_of(repeats, "update_s"),
+            published_iteration_s=median_of(repeats, "iteration_s"),
         )
 
     def run_of(self, config: Configuration) -> Run:
@@ -221,7 +220,7 @@ class Predictor:
         keys = ("machine", "model", "ranks", "ranks_per_node", "micro_batch", "accumulation")
         logged = self.like(config, *keys)
         if logged:
-            return statistics.median(r.forward_s for r in logged)
+            return median_of(logged, "forward_s")
         if config.machine not in self._forwards:
             return 0.0
         several_nodes = config.ranks > config.ranks_per_node

@@ -6,7 +6,6 @@ The words are those of `results.template.md`, beside this file.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.command import markdown
-from experiments.paper.published import MEASURED_AS_BEST, Prediction, cross_validation, summary
-from experiments.paper.runs import PublishedRun
+from experiments.paper.published import MEASURED_AS_BEST, Cases, Prediction, left_out, summary
+from experiments.paper.runs import PublishedRun, grouped, median_of
 from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, save_speedups, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, Predictor
 from experiments.paper.sweep.spec import Configuration, Sweep
@@ -45,44 +44,35 @@ HEADLINE = 2.5
 """Times as fast as the state of the art, by the paper's abstract."""
 
 Found = Mapping[str, tuple[Sweep, Results]]
-Cases = Mapping[str, Mapping[str, Sequence[Prediction]]]
-"""Predictions of published runs, by what was left out of the fit, then by machine."""
 
 
-def write_report(path: Path, pictures: Path, found: Found, predictor: Predictor) -> None:
-    """Write the report and those of its pictures that are not charts of a sweep. pictures: the folder of all."""
-    cases = left_out(predictor)
-    save_speedups(cases["a model"], pictures / "sweep_speedups.png")
+def write_report(path: Path, found: Found, predictor: Predictor) -> None:
+    """Write the report and those of its pictures that are not charts of a sweep."""
+    pictures = path.parent / PICTURES
+    cases = left_out(predictor.runs)
+    save_speedups(cases["model"], pictures / "sweep_speedups.png")
     first = _by_machine(found["lanes"][1])[0]
     timelines = {_name(c): simulate(*predictor.simulation(c)) for c, o in first.items() if o.resident is not None}
     save_timelines(timelines, pictures / "sweep_lanes.png", title=f"Simulated, {_where(first)}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report(found, predictor, cases, os.path.relpath(pictures, path.parent)))
+    path.write_text(report(found, predictor, cases))
 
 
-def left_out(predictor: Predictor) -> Cases:
-    """The cross-validation that the report shows."""
-    return {
-        "a model": cross_validation(predictor.runs, lambda r: r.model),
-        "a stride": cross_validation(predictor.runs, lambda r: r.run.stride),
-    }
-
-
-def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTURES) -> str:
-    """The report as Markdown. images: where its pictures are."""
+def report(found: Found, predictor: Predictor, cases: Cases) -> str:
+    """The report as Markdown."""
     comparisons = {name: compare(*found[name]) for name in CHARTS}
     lanes = [
         f"**{_where(group)}**\n\n{markdown(lane_table(group))}\n\n{_explained(group)}\n"
         for group in _by_machine(found["lanes"][1])
     ]
     return TEMPLATE.read_text().format(
-        images=images,
+        images=PICTURES,
         headline=HEADLINE,
-        experiments="\n".join(_experiment(*found[name], comparisons[name], images) for name in CHARTS),
+        experiments="\n".join(_experiment(*found[name], comparisons[name]) for name in CHARTS),
         lanes="\n".join(lanes),
         point_errors=markdown(point_error_table(comparisons)),
         errors=markdown(error_table(cases)),
-        speedups=markdown(speedup_table(cases["a model"], ("h100", "a100_bound"))),
+        speedups=markdown(speedup_table(cases["model"], ("h100", "a100_bound"))),
         **_speedups(comparisons, found),
         **_memory(predictor),
         **_interleaving(found, predictor),
@@ -91,12 +81,12 @@ def report(found: Found, predictor: Predictor, cases: Cases, images: str = PICTU
     )
 
 
-def _experiment(sweep: Sweep, results: Results, comparisons: Sequence[Comparison], images: str) -> str:
+def _experiment(sweep: Sweep, results: Results, comparisons: Sequence[Comparison]) -> str:
     """The section of a sweep: a chart and a table for each facet and metric."""
     parts = [f"### {sweep.title}\n\n{sweep.about}\n"]
     for number, comparison in enumerate(comparisons):
         title = f", {comparison.facet}" if comparison.facet else ""
-        parts += [f"![{sweep.title}{title}]({images}/sweep_{sweep.name}{f'_{number}' if number else ''}.png)\n"]
+        parts += [f"![{sweep.title}{title}]({PICTURES}/sweep_{sweep.name}{f'_{number}' if number else ''}.png)\n"]
         parts += [f"{m.capitalize()}{title}:\n\n{markdown(comparison.table(m))}\n" for m in METRICS]
     missing = [(c, o.note) for c, o in results.items() if o.note]
     parts += [f"Missing: {_name(c)} with subgroups of {tick(c.subgroup_size)} {note}.\n" for c, note in missing]
@@ -149,7 +139,7 @@ def _memory(predictor: Predictor) -> dict[str, float]:
 
     cases = {"h100": ("h100", "20B"), "a100": ("a100_bound", "7B"), "h100_30b": ("h100", "30B")}
     free = {name: (predictor.free_bytes(config(*case)) or 0.0) / 2**30 for name, case in cases.items()}
-    return free | {"free": free["h100"], "state": STATE_BYTES * predictor.run_of(config("h100", "20B")).params / 2**30}
+    return free | {"state": STATE_BYTES * predictor.run_of(config("h100", "20B")).params / 2**30}
 
 
 def _explained(group: Results) -> str:
@@ -193,7 +183,7 @@ def _update_s(o: Outcome) -> float:
 def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
     """Where interleaving does not help: the published pairs, and what is simulated of them."""
     known = interleavings(predictor.published)
-    spread = max(known, key=lambda item: item.interleaved.nodes)
+    spread = max(known, key=lambda item: item.interleaved[0].nodes)
     sizes = found["subgroup_size"][1]
     unstreamed = {c.subgroup_size: o for c, o in sizes.items() if o.streamed == 0 and c.memory == "trace"}
     largest = max(unstreamed)
@@ -205,9 +195,9 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
         "most_gain": max(item.gain for item in known),
         "pairs": len(known),
         "doubtful": sum(item.doubtful for item in known),
-        "spread": spread,
-        "ranks": spread.interleaved.ranks,
-        "nodes": spread.interleaved.nodes,
+        "spread": spread.interleaved[0],
+        "spread_s": median_of(spread.interleaved, "iteration_s"),
+        "spread_saved_s": spread.saved_s("update_s"),
         "resident": " and ".join(resident),
         "unstreamed": ", ".join(map(tick, unstreamed)),
         "largest": tick(largest),
@@ -217,8 +207,7 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
 
 
 def _by_machine(results: Results) -> list[dict[Configuration, Outcome]]:
-    machines = dict.fromkeys(config.machine for config in results)
-    return [{c: o for c, o in results.items() if c.machine == machine} for machine in machines]
+    return [dict(group) for _, group in grouped(results.items(), lambda item: item[0].machine)]
 
 
 def _name(config: Configuration) -> str:
@@ -252,14 +241,14 @@ def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def error_table(cases: Mapping[str, Mapping[str, Sequence[Prediction]]]) -> Table:
-    """Errors on runs that were not fitted. cases: by what was left out, then by machine."""
+def error_table(cases: Cases) -> Table:
+    """Errors on runs that were not fitted."""
     lines = [["left out", "machine", "runs", "update, median", "update, max", "backward, median", "speedup, median"]]
-    for left_out, predictions in cases.items():
+    for what, predictions in cases.items():
         for machine, of_class in predictions.items():
             found = summary(machine, of_class)
             keys = ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
-            lines.append([left_out, machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
+            lines.append([f"a {what}", machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
     return lines
 
 
@@ -301,51 +290,36 @@ def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Ite
 
 @dataclass(frozen=True)
 class Interleaving:
-    """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved.
+    """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved."""
 
-    gain: of the median iteration. update_saved_s, backward_added_s: by the medians. overlap: whether the slowest
-    interleaved run was slower than the fastest other one.
-    """
+    cpu: Sequence[PublishedRun]
+    interleaved: Sequence[PublishedRun]
 
-    interleaved: PublishedRun
-    cpu_s: float
-    interleaved_s: float
-    update_saved_s: float
-    backward_added_s: float
-    overlap: bool
+    def saved_s(self, phase: str) -> float:
+        """Seconds of a phase, such as "update_s", that interleaving takes off the median."""
+        return median_of(self.cpu, phase) - median_of(self.interleaved, phase)
 
     @property
     def gain(self) -> float:
-        return self.cpu_s / self.interleaved_s - 1
+        """Of the median iteration."""
+        return median_of(self.cpu, "iteration_s") / median_of(self.interleaved, "iteration_s") - 1
 
     @property
     def doubtful(self) -> bool:
-        """Whether interleaving gained no more than what repeats differ by, or lost in backward a tenth of what it
-        saved in the update or more."""
-        noise = MEASURED_AS_BEST[self.interleaved.machine_class]
-        return self.overlap or self.gain <= noise or self.backward_added_s > 0.1 * self.update_saved_s
+        """Whether some interleaved run was slower than some other, or interleaving gained no more than what repeats
+        differ by, or lost in backward a tenth of what it saved in the update or more."""
+        overlap = max(r.iteration_s for r in self.interleaved) > min(r.iteration_s for r in self.cpu)
+        noise = MEASURED_AS_BEST[self.interleaved[0].machine_class]
+        return overlap or self.gain <= noise or -self.saved_s("backward_s") > 0.1 * self.saved_s("update_s")
 
 
 def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
     """Every published configuration and stride that has a counterpart without interleaving."""
     found = []
-    for first in runs:
-        if first.run.mode is not Mode.DOS:
-            continue
-        same = [r for r in runs if r.config == first.config]
+    for _, same in grouped(runs, lambda r: r.config):
         cpu = [r for r in same if r.run.mode is Mode.ASYNC_GRAD_ONLY]
-        dos = [r for r in same if r.run.mode is Mode.DOS and r.run.stride == first.run.stride]
-        if cpu and dos[0] is first:  # a configuration that was run repeatedly counts once
-            found.append(
-                Interleaving(
-                    first,
-                    statistics.median(r.iteration_s for r in cpu),
-                    statistics.median(r.iteration_s for r in dos),
-                    statistics.median(r.update_s for r in cpu) - statistics.median(r.update_s for r in dos),
-                    statistics.median(r.backward_s for r in dos) - statistics.median(r.backward_s for r in cpu),
-                    max(r.iteration_s for r in dos) > min(r.iteration_s for r in cpu),
-                )
-            )
+        interleaved = (r for r in same if r.run.mode is Mode.DOS)
+        found += [Interleaving(cpu, of_stride) for _, of_stride in grouped(interleaved, lambda r: r.run.stride) if cpu]
     return found
 
 
@@ -360,7 +334,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
     ]
     for item in sorted(found, key=lambda item: item.gain):
         if item.doubtful:
-            r = item.interleaved
+            r = item.interleaved[0]
             values = {key: of(r) for key, of in KEYS_OF_RUNS.items()} | {"memory": "trace"}
             cpu, dos, ours = (
                 predictor.outcome(Configuration.of(values | {"policy": policy})).iteration_s or math.nan
@@ -368,7 +342,7 @@ def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> T
             )
             promised = [f"{cpu / seconds - 1:+.1%}" for seconds in (dos, ours)]
             cells = [f"{r.machine_class}, {r.model}", *map(str, (r.ranks, r.run.micro_batches, r.run.stride))]
-            cells += [f"{item.cpu_s:.2f}", f"{item.interleaved_s:.2f}", f"{item.gain:+.1%}"]
-            cells += [f"{item.update_saved_s:.2f}", f"{item.backward_added_s:+.2f}"]
+            cells += [f"{median_of(runs, 'iteration_s'):.2f}" for runs in (item.cpu, item.interleaved)]
+            cells += [f"{item.gain:+.1%}", f"{item.saved_s('update_s'):.2f}", f"{-item.saved_s('backward_s'):+.2f}"]
             lines.append([*cells, *promised])
     return lines

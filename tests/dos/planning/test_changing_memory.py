@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from experiments.bench.memory import ITERATIONS, Setting, bound_s, fixed_policies, simulated_s
-from experiments.bench.neighbours import Share, leak, neighbours, noise, sawtooth, spike, step, wanted
+from experiments.bench.memory import ITERATIONS, Setting, bound_s, fixed_policies, settings, simulated_s
+from experiments.bench.neighbours import Share, leak, noise, sawtooth, spike, step, wanted
 from experiments.paper.ranks import PublishedRank
-from experiments.paper.runs import TRACES
 from tests.support.virtual import trained
 
 MEDIAN_OVER_BOUND, MOST_OVER_BOUND = 1.10, 1.18
@@ -38,39 +37,24 @@ def drawn_settings() -> dict[str, tuple[Setting, int]]:
     return found
 
 
-def settings_of_the_experiment() -> dict[str, tuple[Setting, int]]:
-    """Those of `python -m experiments.memory`."""
-    ranks = {trace: Setting.of(PublishedRank.read(trace)) for trace in TRACES}
-    alone = next(iter(ranks.values()))
-    beside = {
-        name: Setting(alone.rank, points) for name, points in neighbours(alone.rank.free_bytes, ITERATIONS).items()
-    }
-    state = alone.rank.loads.state_bytes
-    free = {"ample": alone.with_free(2 * state), "half": alone.with_free(state // 2), "none": alone.with_free(0)}
-    return {name: (setting, ITERATIONS) for name, setting in (ranks | beside | free).items()}
-
-
 @functools.cache
 def seconds(name: str) -> tuple[float, float, float]:
     """Of an iteration: adaptive, with the best fixed policy, and the bound."""
     setting, n = SETTINGS[name]
     training = trained(setting, n)
     assert training.device.peak_bytes <= training.device.capacity
-    mean = statistics.fmean if changes(name) else statistics.median
+    mean = statistics.fmean if setting.changes else statistics.median
     return mean(training.seconds), simulated_s(setting, n, fixed_policies(setting, n)[0][1]), bound_s(setting, n)
 
 
-def changes(name: str) -> bool:
-    return len({nbytes for _, nbytes in SETTINGS[name][0].neighbour}) > 1
-
-
-SETTINGS = settings_of_the_experiment() | drawn_settings()
+SETTINGS = {name: (setting, ITERATIONS) for name, setting in settings(ITERATIONS).items()} | drawn_settings()
+"""The scripts of `python -m experiments.memory`, and drawn ones."""
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_adaptive_is_no_slower_than_the_best_fixed_policy_and_near_the_bound(name: str) -> None:
     adaptive_s, fixed_s, least_s = seconds(name)
-    assert adaptive_s <= (1.0 if changes(name) else 1.02) * fixed_s
+    assert adaptive_s <= (1.0 if SETTINGS[name][0].changes else 1.02) * fixed_s
     assert adaptive_s <= MOST_OVER_BOUND * least_s
 
 

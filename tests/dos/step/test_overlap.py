@@ -158,15 +158,27 @@ def test_values_that_user_code_puts_in_the_place_of_an_update_are_trained_on() -
     assert ends[0] == ends[1]
 
 
+class Reading(nn.Module):
+    """Reads the weight of the module that it has last, which therefore never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.read = (nn.Linear(*size, bias=False) for size in ((24, 40), (40, 7), (7, 9)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.second(self.first(x)), self.read.weight)
+
+
 def test_an_attached_model_is_updated_in_the_order_of_use() -> None:
-    model, device = nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 7, bias=False)), Copying()
-    groups = [{"params": list(module.parameters())} for module in reversed(model)]
+    """Behind that for which step() itself waits, because no module does: a forward would begin after all updates."""
+    model, device = Reading(), Copying()
+    groups = [{"params": list(module.parameters())} for module in (model.second, model.first, model.read)]
     optimizer = DOSAdam(groups, policy="cpu", device=device)
     optimizer.attach(model)
     train(model, optimizer, 2)
     optimizer.synchronize()
     sent = [asked.nbytes for asked in device.asked if asked.op is Op.PARAMETER]
-    assert sent == [p.nbytes for p in model.parameters()] * 2
+    assert sent == [module.weight.nbytes for module in (model.read, model.first, model.second)] * 2
 
 
 @pytest.mark.parametrize(
