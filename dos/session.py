@@ -214,7 +214,7 @@ class Session:
         self._take_remaining_gradients(active.members)
         order = None if self.attachment is None else self.attachment.take_new_order()
         if order is not None:
-            registry.order_by_use(order)
+            registry.order_by_use(order if self.weights is None else self.weights.together(order))
         facts = None
         if self.on_device is not None:
             self.on_device.decisions.memory.enter(Op.UPDATE)
@@ -297,7 +297,9 @@ class Session:
         if self.attachment is not None:
             tell_autograd(self.ledger.pending)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
-            self._join([r.parameter for r in self.ledger.pending if id(r.parameter) not in covered])
+            # Whatever reads weights that stream waits for them: their block, or user code.
+            pending = (r for r in self.ledger.pending if not r.arena.streams)
+            self._join([r.parameter for r in pending if id(r.parameter) not in covered])
 
     def _active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""

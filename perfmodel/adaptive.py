@@ -1,9 +1,9 @@
 """The adaptive policy: which subgroups stay on the GPU, which are streamed and which are updated on the CPU.
 
 As many subgroups are resident as fit: they cost nothing on a scarce lane. How many of the others the CPU updates, how
-many staging slots there are where those take their memory from residents, and how much of the saved tensors leaves is
+many staging slots there are where those take their memory from residents, and how much of the saved tensors moves is
 decided by a closed form, at once, for the memory that there is now. The simulator improves on that when nothing waits
-for it, and what it finds is remembered, so that memory that comes and goes finds its answers ready.
+for it. Its results are remembered, so that memory that comes and goes finds its answers ready.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def adaptive(workload: Workload, profile: HardwareProfile) -> Plan:
 
 
 class AdaptivePlanner:
-    """Makes a whole plan for each iteration's memory, at once; what DOSAdam runs.
+    """Makes a whole plan for each iteration's memory, at once; DOSAdam runs it.
 
     settled: whether `learn` has nothing more to find for the inputs of the last call.
     """
@@ -48,7 +48,7 @@ class AdaptivePlanner:
         self._inputs: tuple[Workload, HardwareProfile] | None = None
         self._answers: Answers | None = None
         self._earlier: Choice | None = None
-        """Chosen for other inputs."""
+        """The choice for other inputs."""
         self._chosen: Choice | None = None
         self._plan: Plan | None = None
         self._unchanged = 0
@@ -86,8 +86,8 @@ class AdaptivePlanner:
             self._plan = self._choose(workload, self._answers)
 
     def _answers_for(self, workload: Workload, profile: HardwareProfile) -> Answers:
-        """The present answers, if they are for the same workload but for memory."""
-        slow = dataclasses.replace(
+        """Return the present answers if they are for the same workload but for memory, else new ones."""
+        ample = dataclasses.replace(
             workload,
             peak_free_bytes=math.inf,
             shared_free_bytes=math.inf,
@@ -96,12 +96,12 @@ class AdaptivePlanner:
             activation_host_bytes=math.inf,
         )
         known = self._answers
-        return known if known and (known.workload, known.profile) == (slow, profile) else Answers(slow, profile)
+        return known if known and (known.workload, known.profile) == (ample, profile) else Answers(ample, profile)
 
     def _choose(self, workload: Workload, answers: Answers) -> Plan:
         """The best plan, or the one of before if it loses little: plans must not follow noise.
 
-        Where there is no memory for that, more of the saved tensors leave if that makes room. All state on the GPU is
+        Where there is no memory for that, more of the saved tensors move if that frees enough. All state on the GPU is
         never given up for a plan of before.
         """
         best, earlier = answers.best(workload), self._earlier

@@ -56,7 +56,7 @@ class Answers:
         self._some: list[Division] = []
 
     def best(self, workload: Workload) -> Choice:
-        """The best for this memory; all state on the GPU where that is about as good.
+        """Return the best choice for this memory; all state on the GPU where that is about as good.
 
         A division that was not simulated must be better by more than the closed form may be wrong.
         """
@@ -74,7 +74,7 @@ class Answers:
         return bool(self._known[division].simulated)
 
     def cost(self, division: Division, on_cpu: int) -> float:
-        """Seconds by which this makes the iteration longer."""
+        """Seconds by which the choice makes the iteration longer."""
         (answer,) = self._of([division])
         return answer.cost(on_cpu)
 
@@ -88,7 +88,7 @@ class Answers:
         return (NEAR + 1 / len(self.workload.subgroups)) * (self.compute_s + cost)
 
     def learn(self, workload: Workload, tasks: int) -> bool:
-        """Simulate plans for this memory, so many tasks or one plan; whether there is nothing more to find."""
+        """Simulate plans for this memory, one at least, up to this number of tasks. Return whether all are known."""
         if len(workload.subgroups) > MOST_SIMULATED:
             return True
         some, simulator, last = self._judged(workload), Simulator(workload, self.profile, self._scope, self._waits), 0
@@ -140,7 +140,7 @@ class Answers:
         if missing:
             rows = zip(missing, self._balance.exposed(missing), strict=True)
             n = len(self.workload.subgroups)
-            # Where all state could stay on the GPU, that is what others are compared with.
+            # Where all state could stay on the GPU, others are compared with that.
             self._known |= {d: _Answer(row, [0] if len(d.residents) == n else []) for d, row in rows}
         return [self._known[division] for division in some]
 
@@ -161,11 +161,11 @@ class _Answer:
 
     @property
     def on_cpu(self) -> int:
-        """The best so far."""
+        """The best number so far."""
         return min(self.simulated, key=self.simulated.__getitem__, default=self._near)
 
     def cost(self, on_cpu: int) -> float:
-        """As well as it is known."""
+        """Seconds of `simulated`, else those of the closed form."""
         return self.simulated.get(on_cpu, float(self._balanced[on_cpu]))
 
     def next(self) -> int | None:

@@ -1,8 +1,8 @@
-"""How long an update takes by the balance of its lanes: a closed form, for all numbers of subgroups on the CPU at once.
+"""Time of an update by the balance of its lanes: a closed form, for all numbers of subgroups on the CPU at once.
 
 The work of each lane is a pile, and all piles are worn down together, each at the speed that its lane has beside the
-lanes that are still busy. When single transfers begin is left out, so that this takes a hundredth of a simulation's
-time, and is within a few per cent of it.
+lanes that are still busy. The moments at which single transfers begin are left out, so that this takes a hundredth of a
+simulation's time, and is within a few per cent of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from perfmodel.compute import backward_pieces, forward_pieces
-from perfmodel.demand import Demand, demand, operation_demand
+from perfmodel.demand import Demand, demands, operation_demand
 from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, DISK_READ, DISK_WRITE, H2D, Stream, speeds_by_busy_lanes
-from perfmodel.plan import Placement
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import SubgroupLoad, Workload
 
-LANES = {
+SHARING = {
     CPU: Stream.CPU,
     H2D: Stream.PREFETCH,
     D2H: Stream.FLUSH,
@@ -42,7 +41,7 @@ TIE = 1e-3
 
 @dataclass
 class _Mix:
-    """How many subgroups do what, by division of memory (rows) and number on the CPU (columns).
+    """Numbers of subgroups by what happens to them, by division of memory (rows) and number on the CPU (columns).
 
     of_others: on the CPU, of those for which there is no room to be resident. streamed, staying: the rest of those, and
     residents. slots: that are in use. other, resident: seconds of each stream for the mean subgroup of both kinds.
@@ -57,11 +56,11 @@ class _Mix:
     resident: np.ndarray
 
     def on_cpu_s(self, stream: int) -> np.ndarray:
-        """Seconds of a stream for what the CPU updates."""
+        """Seconds of a stream for the subgroups that the CPU updates."""
         return self.of_others * self.other[:, [stream]] + self.of_residents * self.resident[:, [stream]]
 
     def streamed_s(self, stream: int) -> np.ndarray:
-        """Seconds of a stream for what is streamed."""
+        """Seconds of a stream for the streamed subgroups."""
         return self.streamed * self.other[:, [stream]]
 
 
@@ -73,17 +72,17 @@ class Balance:
         self._profile = profile
         kinds = {load: self._seconds(load) for load in set(workload.subgroups)}
         self._each = np.array([kinds[load] for load in workload.subgroups])
-        """By subgroup and stream: seconds alone."""
+        """Seconds alone, by subgroup and stream."""
         streams = {load: self._seconds(load, streams=True) for load in kinds} if workload.blocks else kinds
         self._streams = np.array([streams[load] for load in workload.subgroups]) - self._each
         """The seconds that are added if its weights are on the host."""
         self._fetches: dict[frozenset[int], tuple[float, float, float, float]] = {}
         self._spills = math.isfinite(workload.host_free_bytes)
-        typical = self._demands(max(workload.subgroups, key=lambda load: load.numel))
-        lanes = list(LANES.items())[: None if self._spills else -2]
+        typical = demands(max(workload.subgroups, key=lambda load: load.numel), profile)
+        lanes = list(SHARING.items())[: None if self._spills else -2]
         speeds = speeds_by_busy_lanes({lane: typical[stream].rate for lane, stream in lanes}, profile)
         self._speeds = np.stack([speeds, _in_turn(speeds, typical)])
-        """Of the lanes, by which of them are busy: with several slots, and with one."""
+        """Speeds of the lanes by which of them are busy: with several slots, and with one."""
         self._bits = 1 << np.arange(len(lanes))
 
     def exposed(self, divisions: Sequence[Division]) -> np.ndarray:
@@ -138,13 +137,9 @@ class Balance:
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & (mix.slots == 0), np.inf, seconds)
 
-    def _demands(self, load: SubgroupLoad) -> dict[Stream, Demand]:
-        on_cpu = demand(Placement.CPU, load, self._profile, on_disk=True)
-        return on_cpu | demand(Placement.GPU_STREAMED, load, self._profile)
-
     def _seconds(self, load: SubgroupLoad, *, streams: bool = False) -> list[float]:
         found = [0.0] * COLUMNS
-        for stream, each in self._demands(load).items():
+        for stream, each in demands(load, self._profile).items():
             found[stream] = each.seconds
         if load.returned_bytes:  # it is on the host in any case
             found[Stream.GRADIENT] = 0.0
@@ -188,7 +183,8 @@ class Balance:
         returned, home = (mix.streamed_s(s) + mix.staying * mix.resident[:, [s]] for s in (RETURNED, HOME))
         # One slot is filled, updated and emptied in turn, as if that had one lane; parameters only wait for filling.
         cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes
-        meet = mix.other[:, [Stream.PREFETCH]] / np.maximum(self._cycle(mix), 1e-300)
+        prefetch, update, flush = (mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH))
+        meet = prefetch / np.maximum(prefetch + update + flush, 1e-300)
         found = [
             mix.on_cpu_s(Stream.CPU),
             np.where(one, cycles + parameters * meet + home, prefetches + parameters) + returned - filled,
@@ -197,10 +193,6 @@ class Balance:
         if self._spills:
             found += [on_disk * (mix.on_cpu_s(s) + mix.streamed_s(s)) for s in (Stream.READ, Stream.WRITE)]
         return np.stack(np.broadcast_arrays(*found), axis=-1)
-
-    @staticmethod
-    def _cycle(mix: _Mix) -> np.ndarray:
-        return sum((mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH)), np.zeros(1))
 
     def _on_disk(self, mix: _Mix) -> np.ndarray | float:
         """The share of the subgroups that are not resident which is on disk, but for those that windows keep."""
@@ -212,10 +204,10 @@ class Balance:
         return np.clip((at_home * each - work.host_free_bytes - kept) / np.maximum(at_home * each, 1), 0.0, 1.0)
 
     def _saved(self, divisions: Sequence[Division]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of the saved tensors that leave: seconds of H2D, of D2H, and for how long backward waits for them."""
+        """Seconds of H2D and of D2H for the saved tensors that move, and for which backward waits for them."""
         found = {}
         for nbytes in {division.activation_bytes for division in divisions}:
-            left = self._workload.leaving(nbytes)
+            left = self._workload.moved(nbytes)
             each = np.array([saved.nbytes for saved in left], dtype=float)
             arrived = np.cumsum(each[::-1])[::-1] / self._profile.h2d_bandwidth_duplex  # the last saved first
             late = arrived - self._workload.backward_s * np.array([saved.due for saved in left])
@@ -226,7 +218,7 @@ class Balance:
         return up, down, stalls
 
     def _weights(self, divisions: Sequence[Division]) -> np.ndarray:
-        """Of one pass: seconds of the longest fetch of weights, of all, and for which backward and forward wait."""
+        """Seconds of a pass: of the longest fetch of weights, of all, and for which backward and forward wait."""
         for blocks in {division.blocks for division in divisions} - self._fetches.keys():
             self._fetches[blocks] = self._fetching(blocks) if self._workload.blocks else (0.0,) * 4
         return np.array([self._fetches[division.blocks] for division in divisions]).T[..., None]
@@ -253,7 +245,7 @@ class Balance:
         return most, every, backward - work.backward_s, free[Stream.COMPUTE] - backward - work.forward_s
 
     def _worn_down(self, piles: np.ndarray, kind: np.ndarray) -> np.ndarray:
-        """When each lane is through, in seconds. kind: of speeds, by row."""
+        """Seconds after which each lane has no work left. kind: of speeds, by row."""
         left, now, ends = piles, np.zeros(piles.shape[:-1]), np.zeros_like(piles)
         for _ in range(piles.shape[-1]):
             busy = left > 0

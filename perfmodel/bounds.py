@@ -11,24 +11,24 @@ from functools import partial
 import numpy as np
 import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
-from perfmodel.demand import Demand, demand, operation_demand
+from perfmodel.demand import Demand, demands, operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
-from perfmodel.workload import SubgroupLoad, Workload, peak_room
+from perfmodel.workload import WEIGHT_WINDOW, SubgroupLoad, Workload, peak_room
 
 MOST_SUMS = 100_000
-"""Of sizes of subgroups, that are tried."""
+"""The most sums of sizes of subgroups that are tried."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound and what it is made of.
+    """A lower bound, the resource that it hangs on, and the placements that reach it.
 
-    seconds: of the update alone, or, with compute in the scope, of what the update adds to it.
-    binding: what would shorten it most if it were 1% more: `CPU`, `GPU`, `H2D`, `D2H`, `disk read`, `disk write`,
-        `host DRAM`; `nothing` if all hides behind compute.
+    seconds: of the update alone, or, with compute in the scope, the seconds that the update adds to it.
+    binding: the resource that would shorten it most if it were 1% faster: `CPU`, `GPU`, `H2D`, `D2H`, `disk read`,
+        `disk write`, `host DRAM`; `nothing` if all hides behind compute.
     shares: of the parameters, per placement, where the bound is reached.
     """
 
@@ -145,11 +145,11 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     fetch_forward, fetch_backward = (fetch * (phase is Phase.OVERLAPPED) for phase in (scope.forward, scope.backward))
     fetch_slowly = sum(one.seconds for one in fetches) / h2d[h2d > 0].min()
     # The most that is there yet when a pass begins, and need not come for it.
-    there = sum(blocks[-workload.weight_window :]) / profile.h2d_bandwidth if blocks else 0.0
+    there = sum(blocks[-WEIGHT_WINDOW:]) / profile.h2d_bandwidth if blocks else 0.0
     streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
     streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
     together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
-    # Each with what it may not exceed.
+    # Each with the limit that it may not exceed.
     rows = {
         # Work of the CPU and of the links, in the time for which they are busy or beside backward.
         "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
@@ -169,7 +169,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
         # Gradients that leave early are those of subgroups on the CPU.
         "early": (row(x=-gradient, y=-offloaded, z=-offloaded, early=1), 0.0),
-        # The GPU updates residents first; what is streamed comes after them, the forward at the end.
+        # The GPU updates residents first, streamed subgroups after them, and computes the forward at the end.
         "residents": (row(z=-gpu, t=1), 0.0),
         "others": (row(z=together, u=1, T=-1), after),
         "GPU": (row(y=gpu, z=together, T=-1), 0.0),
@@ -185,7 +185,14 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     read, write = total(Stream.READ), total(Stream.WRITE)
     windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
     unwritten = windows_written * workload.reverses
-    first_written, last_read = 0.0, 0.0
+    limits: dict[str, list[tuple[float, float | None]]] = {
+        **dict.fromkeys(("x", "z", "disk"), [(0.0, 1.0)] * n),
+        "y": [(0.0, 1.0 if size <= staging else 0.0) for size in state],
+        "first": [(0.0, fill)],
+        "away": [(least / scale, most / scale)],
+        "ahead": [(0.0, windows_read)],
+        "weights": [(streams_least, streams_most)],
+    }
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
         on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
@@ -229,11 +236,11 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
         if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
             # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
-            first_written, last_read = min(write / counts), min(read / counts)
+            limits |= {"reading": [(min(read / counts), None)], "writing": [(min(write / counts), None)]}
         read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
         write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
         rows |= {
-            # What does not fit on the host is read and written, but for what windows have from the last step.
+            # State that does not fit on the host is read and written, but for the state that is in windows yet.
             "host": (row(x=taken / size, y=taken / size, disk=-taken / size), free / size),
             "disk read": (row(disk=read, reading=-1, both=-read_beside, ahead=-1), 0.0),
             "disk write": (row(disk=write, writing=-1, both=-write_beside), unwritten),
@@ -247,14 +254,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         b_ub=np.array([limit for _, limit in rows.values()]),
         A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
         b_eq=np.ones(n),
-        bounds=[(0.0, 1.0)] * n
-        + [(0.0, 1.0 if size <= staging else 0.0) for size in state]
-        + [(0.0, 1.0)] * n
-        + [(0.0, None)] * (2 * len(speeds))
-        + [(0.0, None), (0.0, None), (0.0, fill), (0.0, None), (least / scale, most / scale), (0.0, None)]
-        + [(last_read, None), (first_written, None), (0.0, None), (0.0, windows_read)]
-        + [(0.0, 1.0)] * n
-        + [(streams_least, streams_most), (0.0, None), (0.0, None)] * bool(workload.blocks),
+        bounds=[limit for name, size in sizes.items() for limit in limits.get(name, [(0.0, None)] * size)],
         method="highs",
     )
     solution = program()
@@ -275,7 +275,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
 
 def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> dict[Stream, Demand]:
     """The demand of a subgroup on each stream's lane. streams: whether its weights are on the host in any plan."""
-    found = demand(Placement.CPU, load, profile, on_disk=True) | demand(Placement.GPU_STREAMED, load, profile)
+    found = demands(load, profile)
     weights = load.parameter_bytes if streams else 0
     if weights or load.returned_bytes:
         up, down = load.state_bytes + load.returned_bytes + weights, load.state_bytes + weights
@@ -292,9 +292,9 @@ def _alone(load: SubgroupLoad, stream: Stream, profile: HardwareProfile) -> floa
 
 
 def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
-    """The most bytes that subgroups take on a host where so many are free: each has room there or has not.
+    """The most bytes that whole subgroups take of the `free` bytes of a host.
 
-    Of many sizes not all sums are tried, and `free` is what they take at most.
+    With many sizes not all sums are tried, and the result is `free`.
     """
     sums = {0}
     for load, count in classes.items():
@@ -315,7 +315,7 @@ def _speeds_by_busy_lanes(
 
     def least(*streams: Stream, others: Sequence[Demand] = ()) -> float:
         found = [*others, *(c[stream] for c in costs for stream in streams)]
-        return min((traffic / seconds for seconds, traffic in found if traffic > 0), default=0.0)
+        return min((each.rate for each in found if each.traffic > 0), default=0.0)
 
     demands = {
         CPU: least(Stream.CPU),

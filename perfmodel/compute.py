@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from perfmodel.lanes import Stream
@@ -14,15 +15,15 @@ BACKWARD, FORWARD = (Op.BACKWARD, Stream.COMPUTE), (Op.FORWARD, Stream.COMPUTE)
 SAVE, RESTORE = (Op.SAVE, Stream.SAVE), (Op.RESTORE, Stream.RESTORE)
 
 Run = tuple[int, int, tuple[int, ...]]
-"""A part of compute: as in `Workload.runs`, and what it waits for."""
+"""A part of compute: as in `Workload.runs`, and the tasks that it waits for."""
 
 
 def backward_pieces(
     add: Add, workload: Workload, offloaded: int = 0, weights: WeightFetches | None = None
 ) -> dict[int, int]:
-    """Backward, last subgroup first, a piece for each in proportion to its size; by subgroup.
+    """Add backward, last subgroup first, a piece for each in proportion to its size. Return these by subgroup.
 
-    offloaded: how many of the saved tensors have left. They come back in reverse, each while backward uses what was
+    offloaded: how many of the saved tensors are on the host. They come back in reverse, each while backward uses those
     saved AHEAD places after it, or at once. weights: of blocks that stream.
     """
     saved, restores = workload.activations, dict[int, int]()
@@ -45,31 +46,31 @@ def backward_pieces(
 
 
 def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
-    """The piece of backward whose end frees memory for this slot.
+    """The piece of backward whose end frees memory for this slot. pieces: in the order of backward.
 
-    Free memory grows evenly during backward from what resident state leaves at the peak to update_free_bytes.
+    Free memory grows evenly during backward, from the bytes beside resident state at the peak to update_free_bytes.
     """
     held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     spare = workload.peak_free(plan.activation_bytes) - held - workload.weight_bytes(plan.blocks_on_device)
     needed = workload.staging_bytes(slot + 1)
     if needed <= spare:
         return ()
-    gained, count = workload.update_free_bytes - spare, len(pieces)
+    gained, ends = workload.update_free_bytes - spare, [*pieces.values()]
     freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
-    return (pieces[count - max(1, min(count, -int(-freed * count // 1)))],)
+    return (ends[max(1, min(len(ends), math.ceil(freed * len(ends)))) - 1],)
 
 
 def forward_pieces(
     add: Add, workload: Workload, activation_bytes: int, runs: Sequence[Run], weights: WeightFetches | None = None
 ) -> None:
-    """The next forward; so many bytes of saved tensors leave, each at once. weights: of blocks that stream."""
-    leaving = workload.leaving(activation_bytes)
+    """Add the next forward, with `activation_bytes` of saved tensors that move, each at once. weights: that stream."""
+    moved = workload.moved(activation_bytes)
 
     def born(number: int, piece: int) -> tuple[int, ...]:
-        add(SAVE, None, leaving[number].nbytes, (piece,))
+        add(SAVE, None, moved[number].nbytes, (piece,))
         return ()
 
-    _pieces(add, FORWARD, runs, [each.born for each in leaving], born, weights)
+    _pieces(add, FORWARD, runs, [each.born for each in moved], born, weights)
 
 
 def _pieces(
@@ -80,10 +81,10 @@ def _pieces(
     passed: Callable[[int, int], tuple[int, ...]],
     weights: WeightFetches | None,
 ) -> dict[int, int]:
-    """The last piece of each run.
+    """Add pieces of compute. Return the last one of each run.
 
     shares: of their size, where pieces end in between. passed: called with the places of a share and of the
-    task that ends there, gives what the next piece waits for.
+    task that ends there, returns the tasks that the next piece waits for.
     """
     pieces, waits, number, done, end = dict[int, int](), tuple[int, ...](), 0, 0, 0
     size = sum(size for _, size, _ in runs)

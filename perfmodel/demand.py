@@ -9,7 +9,7 @@ from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
 from perfmodel.plan import Placement
 from perfmodel.workload import SubgroupLoad
 
-SIZES = {
+OPERATIONS = {
     Placement.CPU: (
         (Stream.GRADIENT, "gradient_bytes"),
         (Stream.CPU, "numel"),
@@ -22,8 +22,8 @@ SIZES = {
     ),
     Placement.GPU_RESIDENT: ((Stream.GPU, "numel"),),
 }
-"""The operations of each placement in their order, with what says how large they are."""
-FROM_DISK = (Stream.READ, "state_bytes"), (Stream.WRITE, "state_bytes")
+"""The operations of each placement in their order, with the fields that say how large they are."""
+THROUGH_DISK = (Stream.READ, "state_bytes"), (Stream.WRITE, "state_bytes")
 """The streams before and after them where state rests on disk."""
 
 
@@ -40,7 +40,7 @@ class Demand(NamedTuple):
 
 
 def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: HardwareProfile) -> Demand:
-    """Of one operation on a subgroup, or on a part of it. size: bytes of a copy; parameters of an update."""
+    """The demand of one operation on a subgroup or a part of it. size: bytes of a copy; parameters of an update."""
     lane = LANE_OF_STREAM[stream]
     service = LANES[lane]
     if service.through_host:
@@ -52,9 +52,12 @@ def operation_demand(stream: Stream, size: int, load: SubgroupLoad, profile: Har
     return Demand(seconds, traffic if size == load.numel else traffic * (size / load.numel))
 
 
-def demand(
-    placement: Placement, load: SubgroupLoad, profile: HardwareProfile, *, on_disk: bool = False
-) -> dict[Stream, Demand]:
-    """The demand of a subgroup with this placement on each stream's lane. on_disk: whether its state rests there."""
-    operations = (*SIZES[placement], *(FROM_DISK if on_disk else ()))
+def demand(placement: Placement, load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand]:
+    """The demand of a subgroup with this placement on each stream's lane, where its state rests on host or device."""
+    return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in OPERATIONS[placement]}
+
+
+def demands(load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand]:
+    """The demand of a subgroup on each stream's lane, whatever its placement, and on those of the disk."""
+    operations = (*OPERATIONS[Placement.CPU], *OPERATIONS[Placement.GPU_STREAMED], *THROUGH_DISK)
     return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in operations}

@@ -1,4 +1,4 @@
-"""How device memory is divided: which state stays there, how many staging slots there are, what leaves for them."""
+"""Divisions of device memory: the state that stays there, the staging slots, the saved tensors that make way."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from perfmodel.workload import Workload
 MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
 SLOTS_TRIED = (2, 1, 4, 0)
-"""Where memory for slots is taken from residents, in this order."""
+"""Numbers of slots where their memory is taken from residents, in this order."""
 AMOUNTS_TRIED = 17
-"""Of saved tensors that leave, at most."""
+"""The most amounts of saved tensors that move."""
 BLOCKS_TRIED = 9
 """Numbers of blocks that stay, at most, and beside these amounts of saved tensors."""
 
@@ -26,7 +26,7 @@ BLOCKS_TRIED = 9
 class Division:
     """One way to divide device memory.
 
-    slots: for streamed subgroups. activation_bytes: of saved tensors that leave.
+    slots: for streamed subgroups. activation_bytes: of saved tensors that move.
     residents: the subgroups whose state has room to stay, larger ones first.
     blocks: whose weights stay.
     """
@@ -70,14 +70,14 @@ class Division:
 
 
 def fits(workload: Workload) -> bool:
-    """Whether all state and weights have room on the device while no more saved tensors leave than have to."""
+    """Whether all state and weights have room on the device while no more saved tensors move than have to."""
     weights = workload.weight_bytes(range(len(workload.blocks)))
     free = min(workload.peak_free_bytes, workload.shared_free_bytes)
     return workload.state_bytes + weights <= free and workload.blocks_most >= len(workload.blocks)
 
 
 def divisions(workload: Workload) -> list[Division]:
-    """All that are worth a look, at least one; those of which less of the saved tensors leaves first."""
+    """Return the divisions that are worth a look, at least one, those first by which fewer saved tensors move."""
     loads = workload.subgroups
     larger_first = sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes)
     taken = list(accumulate(loads[i].state_bytes for i in larger_first))
@@ -114,7 +114,7 @@ def _blocks(workload: Workload, free: float) -> list[frozenset[int]]:
 
 
 def _fitting(workload: Workload, larger_first: Sequence[int], taken: Sequence[int], free: float) -> tuple[int, ...]:
-    """Subgroups whose state fits into `free` bytes, larger ones first. taken: by so many of the largest."""
+    """Subgroups whose state fits into `free` bytes, larger ones first. taken: bytes of 1, 2, ... of the largest."""
     loads, count = workload.subgroups, bisect(taken, free)
     found = list(larger_first[:count])
     left = free - (taken[count - 1] if count else 0)
@@ -127,7 +127,7 @@ def _fitting(workload: Workload, larger_first: Sequence[int], taken: Sequence[in
 
 
 def _amounts(workload: Workload, taken: Sequence[int]) -> list[int]:
-    """How many bytes of saved tensors may leave, in ascending order: no more than makes room for all state.
+    """Bytes of saved tensors that may move, in ascending order: no more than makes room for all state.
 
     In between only those that make room for one more resident subgroup, AMOUNTS_TRIED of them at most.
     taken: by state, as for `_fitting`.

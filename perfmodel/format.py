@@ -25,7 +25,7 @@ REST = "rest"
 MASTER_KEY, REST_KEY = "master_param", "master_rest"
 """Their names in a state dict."""
 CODED_KEYS = {name: (f"{name}_codes", f"{name}_scales") for name in ("exp_avg", "exp_avg_sq")}
-"""The names of moments in codes, by those that AdamW has for what they stand for."""
+"""The names of moments in codes, by the names that AdamW has for the moments."""
 INT8 = "int8"
 STATE_FORMATS = (None, "float32", INT8)
 """Formats that a user may ask for. None: the least bytes that change no result; float32: whole masters; int8: moments
@@ -54,7 +54,7 @@ class Field:
 
 
 def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what has an element for each block: blocks for elements on the last axis, else on the only one."""
+    """The shape of scales: a last axis of whole blocks has one for each of these, else all are on one axis."""
     if shape[-1] % BLOCK == 0:
         return (*shape[:-1], shape[-1] // BLOCK)
     return (math.prod(shape) // BLOCK,)
@@ -74,12 +74,12 @@ class Format:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Of the fields."""
+        """The names of the fields."""
         return frozenset(field.name for field in self.fields)
 
     @property
     def master(self) -> Field | None:
-        """None where updates go straight to the parameters."""
+        """The field of the masters; None where updates go straight to the parameters."""
         return next((field for field in self.fields if field.name == MASTER), None)
 
     @property
@@ -104,22 +104,22 @@ class Format:
 
     @property
     def block(self) -> int:
-        """Parameters that share an element of a field: what has such state is a multiple of it."""
+        """Parameters that share an element of a field; tensors with such state have a multiple of it."""
         return max(field.block for field in self.fields)
 
     @property
     def state_bytes(self) -> float:
-        """Of all fields: at home, on the link each way, and on the device."""
+        """Bytes of all fields: at home, on the link each way, and on the device."""
         return sum(field.nbytes for field in self.fields)
 
     @property
     def value_bytes(self) -> int:
-        """Of a parameter, and of its gradient, which has the same type."""
+        """Bytes of a parameter, and of its gradient, which has the same type."""
         return BYTES[self.values]
 
     @property
     def upper_bytes(self) -> int:
-        """Of the parameter, where an update reads it as half of the master.
+        """Bytes of the parameter, where an update reads it as half of the master.
 
         From the device, where the host updates after an update there.
         """
@@ -153,7 +153,7 @@ def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, 
 
 
 def split(*, amsgrad: bool = False) -> Format:
-    """Moments in float32, and of the float32 masters of bfloat16 parameters what those do not say.
+    """Moments in float32, and the lower halves of the float32 masters of bfloat16 parameters.
 
     The bits of a master are its parameter's followed by 16 zeros, plus the rest as a signed number.
     """
@@ -195,7 +195,7 @@ def format_of(
 
 
 MIXED = float32("bfloat16")
-"""Mixed precision as it is usually kept: what rates are measured with, and assumed where nothing else is said."""
+"""Mixed precision as it is usually kept, with which rates are measured; assumed where nothing else is said."""
 SPLIT = split()
 """Mixed precision as DOSAdam keeps it."""
 CODED = int8(SPLIT)

@@ -26,12 +26,12 @@ SOURCES = ("measured", "fitted", "data sheet")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a profile's figures come from.
+    """The origin of a profile's figures.
 
     source: `measured` (on the machine itself), `fitted` (to runs of others), or `data sheet` (estimated, not seen).
     date: of the measurement or of the runs, ISO 8601; empty when unknown.
     machine: the GPU, CPU and memory they are of.
-    note: how, and what was not measured.
+    note: how they were found, and which of them were not measured.
     """
 
     source: str

@@ -16,8 +16,9 @@ from perfmodel.timeline import Lane
 def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
     """The rate that each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
 
-    All get what they demand while it suffices. Beyond, it is shared in equal parts, and what one does not need of its
-    part is shared by the others (max-min fairness): DMA keeps its rate beside a CPU that asks for more than there is.
+    All get their demand while the capacity suffices. Beyond, it is shared in equal parts, and the others share the rest
+    of a part that is more than its user needs (max-min fairness): DMA keeps its rate beside a CPU that asks for more
+    than there is.
     """
     if sum(demands) <= capacity:
         return list(demands)
@@ -51,11 +52,11 @@ CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
 
 
 class Service(NamedTuple):
-    """The service of a lane: what it serves and how fast.
+    """The service of a lane: its streams and its speed.
 
     streams: one or two that feed it, and perhaps one or two that go before them.
     rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.
-    through_host: whether what it serves are copies, whose bytes go through host DRAM once.
+    through_host: whether it serves copies, whose bytes go through host DRAM once.
     beside, duplex: while that lane is busy, too, this is the rate.
     """
 
@@ -67,7 +68,7 @@ class Service(NamedTuple):
     duplex: str = ""
 
     def seconds(self, size: float, profile: HardwareProfile) -> float:
-        """Of work of so many bytes or parameters alone."""
+        """Seconds of work alone. size: bytes or parameters."""
         return float(getattr(profile, self.latency) + size / getattr(profile, self.rate))
 
 
@@ -111,7 +112,7 @@ _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.
 def run_tasks(
     tasks: Sequence[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile
 ) -> tuple[list[float], list[float]]:
-    """When each task starts and ends, in seconds from 0.
+    """Start and end of each task, in seconds from 0.
 
     tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
         by number, that must have ended, besides its predecessor in the stream.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Tier(enum.Enum):
-    """Where a thing rests."""
+    """A place where state or weights rest."""
 
     DEVICE = "device"
     HOST = "host"
@@ -51,7 +51,7 @@ class Plan:
     placements: one per subgroup, by subgroup index.
     order: the subgroup indices in the order in which every lane serves them; a permutation.
     slots: staging slots on the device; at least 1 if any subgroup is streamed.
-    activation_bytes: of saved tensors that leave for the host, those saved first.
+    activation_bytes: of saved tensors that move to the host, those saved first.
     on_disk: the subgroups whose state rests on disk; it passes through the host on its way to and from the update.
     blocks_on_device: the blocks whose weights stay on the device; those of all others come for each use of them.
 
@@ -91,7 +91,7 @@ class Plan:
         return tuple(i for i in self.order if self.placements[i] is placement)
 
     def stays(self, subgroup: int) -> Tier:
-        """Where the subgroup's state rests after the iteration."""
+        """The tier where the subgroup's state rests after the iteration."""
         return Tier.DISK if subgroup in self.on_disk else self.placements[subgroup].stays
 
     def on_host(self, subgroups: Collection[int]) -> Plan:

@@ -20,14 +20,12 @@ GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
 
 def cpu_only(workload: Workload) -> Plan:
     """Every subgroup on the CPU: ZeRO-Offload (Ren et al., USENIX ATC '21)."""
-    n = len(workload.subgroups)
-    return with_blocks(Plan((Placement.CPU,) * n, tuple(range(n)), slots=0), workload)
+    return stride(workload, None)
 
 
 def resident(workload: Workload) -> Plan:
     """Every subgroup on the GPU, as an optimizer without offloading has it."""
-    n = len(workload.subgroups)
-    return with_blocks(Plan((Placement.GPU_RESIDENT,) * n, tuple(range(n)), slots=0), workload)
+    return stride(workload, None, ratio=0.0)
 
 
 def static_ratio(workload: Workload, ratio: float) -> Plan:
@@ -66,10 +64,10 @@ def with_blocks(plan: Plan, workload: Workload) -> Plan:
     """The plan with the weights of as many blocks on the device as have room beside its state and slots."""
     if not workload.blocks:
         return plan
-    leaving = max(plan.activation_bytes, workload.activation_least_bytes)
-    shared = workload.shared_free(leaving) - workload.staging_bytes(plan.slots)
+    moved = max(plan.activation_bytes, workload.activation_least_bytes)
+    shared = workload.shared_free(moved) - workload.staging_bytes(plan.slots)
     resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-    counts = workload.block_counts(min(workload.peak_free(leaving), shared) - resident)
+    counts = workload.block_counts(min(workload.peak_free(moved), shared) - resident)
     return dataclasses.replace(plan, blocks_on_device=workload.staying(counts[-1]))
 
 
@@ -82,7 +80,7 @@ def spilled(plan: Plan, workload: Workload) -> Plan:
     on_host = [i for i, placement in enumerate(plan.placements) if placement is not Placement.GPU_RESIDENT]
     excess = sum(workload.subgroups[i].host_bytes for i in on_host) - workload.host_free_bytes
     on_disk = set()
-    # Multiples of the golden ratio, modulo 1: so many of the least of them are evenly spread.
+    # Multiples of the golden ratio, modulo 1: any number of the least of them are evenly spread.
     for i in sorted(on_host, key=lambda i: i * GOLDEN_RATIO % 1) if excess > 0 else ():
         if excess <= 0:
             break
@@ -92,7 +90,7 @@ def spilled(plan: Plan, workload: Workload) -> Plan:
 
 
 def off_cpu(plan: Plan, workload: Workload) -> Plan:
-    """The plan with all that the CPU cannot update streamed instead."""
+    """The plan with all subgroups streamed that the CPU cannot update."""
     if all(map(attrgetter("on_cpu"), workload.subgroups)):  # asked in each iteration
         return plan
     return plan.streaming({i for i in plan.served(Placement.CPU) if not workload.subgroups[i].on_cpu})
@@ -108,7 +106,7 @@ def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:
         (k - 1) cpu_update >= max(prefetch, flush) + gpu_update
 
     and the smallest such k, 2 at least, has most subgroups on the GPU. Links count at their duplex rates, the CPU at no
-    more than its share of host DRAM. What the transfers take from host DRAM is not in the closed form.
+    more than its share of host DRAM. The closed form leaves out that transfers take some of that.
     """
     prefetch = load.state_bytes / profile.h2d_bandwidth_duplex + profile.copy_latency_s
     flush = load.state_bytes / profile.d2h_bandwidth_duplex + profile.copy_latency_s
@@ -119,7 +117,7 @@ def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:
 
 
 def _leading_share(workload: Workload, cpu_ratio: float) -> int:
-    """How many leading subgroups come nearest to holding the share 1 - cpu_ratio of the parameters."""
+    """The number of leading subgroups that come nearest to holding the share 1 - cpu_ratio of the parameters."""
     if not 0.0 <= cpu_ratio <= 1.0 or math.isnan(cpu_ratio):
         raise ValueError(f"ratio is the share of the state on the CPU and must lie in [0, 1], found {cpu_ratio}")
     target = (1.0 - cpu_ratio) * workload.numel

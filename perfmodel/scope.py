@@ -1,4 +1,4 @@
-"""How much of an iteration is scheduled: the compute beside the update, and how."""
+"""Extent of a schedule: the update alone, or with the compute of an iteration beside it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from perfmodel.workload import Workload
 
 
 class Phase(enum.Enum):
-    """How the compute beside the update takes part in a schedule."""
+    """Part that the compute beside the update takes in a schedule."""
 
     ABSENT = "absent"
-    """It does not: the schedule has the update alone."""
+    """No part: the schedule has the update alone."""
     SERIAL = "serial"
-    """It is in the schedule; no transfer of the optimizer runs beside it."""
+    """In the schedule; no transfer of the optimizer runs beside it."""
     OVERLAPPED = "overlapped"
     """Transfers run beside it."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much of an iteration is planned; by default the update alone, all gradients still on the device.
+    """Extent of a plan; by default the update alone, with all gradients still on the device.
 
     backward: overlapped, each gradient leaves when backward has made it (the last subgroup's first), and prefetches
         start as backward frees memory. Updates start after backward.
@@ -33,7 +33,7 @@ class Scope:
 
     @classmethod
     def beside(cls, workload: Workload) -> Scope:
-        """With all compute that the workload knows of, overlapped."""
+        """Return the scope with all compute that the workload knows of, overlapped."""
         return cls(
             Phase.OVERLAPPED if workload.backward_s else Phase.ABSENT,
             Phase.OVERLAPPED if workload.forward_s else Phase.ABSENT,

@@ -8,8 +8,9 @@ from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream, run_tasks
 from perfmodel.plan import Plan
-from perfmodel.schedule import Schedule, schedule, schedule_micro_batch
+from perfmodel.schedule import schedule, schedule_micro_batch
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.tasks import Schedule
 from perfmodel.timeline import Lane, Op, Span, Timeline
 from perfmodel.workload import Workload
 
@@ -62,7 +63,7 @@ class Simulator:
         self._waits = {} if waits is None else waits
 
     def makespan(self, plan: Plan) -> float:
-        """As the function of that name."""
+        """Seconds of a plan, as the function of that name returns them."""
         _, end = self.serve(schedule(plan, self._workload, self._scope))
         self.tasks += len(end)
         whole = Phase.ABSENT not in (self._scope.backward, self._scope.forward)
@@ -79,7 +80,7 @@ class Simulator:
         return self._waits[key]
 
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
-        """When each task of a schedule starts and ends."""
+        """Start and end of each task of a schedule, in seconds."""
         loads, workload, known = self._workload.subgroups, self._workload, self._known
         each_s, compute = workload.seconds_by_size, Stream.COMPUTE
         tasks = []
@@ -90,8 +91,8 @@ class Simulator:
                 load = loads[subgroup or 0]
                 key = stream, size, id(load)  # equal ones often are one object, which the workload keeps
                 if key not in known:
-                    seconds, traffic = operation_demand(stream, size, load, self._profile)
-                    known[key] = seconds, traffic / seconds if seconds > 0 else 0.0
+                    cost = operation_demand(stream, size, load, self._profile)
+                    known[key] = cost.seconds, cost.rate
                 seconds, rate = known[key]
             tasks.append((stream, seconds, rate, after))
         return run_tasks(tasks, self._profile)

@@ -1,4 +1,4 @@
-"""How many parameters a subgroup has where the user does not choose."""
+"""Size of subgroups where the user does not choose it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from perfmodel.format import MIXED
 LEAST_SIZE = 8_000_000
 """Parameters for whose updates a GPU takes about as long as the host takes to issue them."""
 SHARE = 1 / 512
-"""Of the device's memory that a subgroup's state takes: so little that a few slots fit beside a full model."""
+"""Share of the device's memory for a subgroup's state, so that a few slots fit beside a full model."""
 LEAST_DEVICE_SHARE = 1 / 16
 """The same where the device is so small that LEAST_SIZE is more, as an emulated one may be."""
 FEWEST, MOST = 16, 128

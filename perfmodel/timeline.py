@@ -83,7 +83,7 @@ class Span:
 class Timeline:
     """The spans of one iteration or one update, sorted by start.
 
-    beside: forward and backward as measured around an update; shown in the trace, counted nowhere.
+    beside: forward and backward as measured around an update; drawn in the trace, counted nowhere.
     missing: why there are no spans, where a reader may have expected some.
     """
 
@@ -127,12 +127,12 @@ class Timeline:
     def chrome_trace(self) -> dict[str, object]:
         """The timeline in the Trace Event format that Perfetto and chrome://tracing open.
 
-        The first start is at 0. One track per lane, more where spans of a lane overlap, one for what
-        ran beside, and arrows along each subgroup's way: from prefetch to update to flush, or from
+        The first start is at 0. One track per lane, more where spans of a lane overlap, one for compute
+        beside, and arrows along each subgroup's way: from prefetch to update to flush, or from
         gradient to update to parameter.
         """
         names, tracks = self._tracks()
-        # Perfetto drops what is before 0 without a word.
+        # Perfetto drops spans before 0 without a word.
         origin = min((span.start for span in tracks), default=0.0)
         events: list[dict[str, object]] = [
             {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "Deep Optimizer States"}}

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection
 
 from perfmodel.lanes import Stream
 from perfmodel.timeline import Op
-from perfmodel.workload import BlockLoad, Workload
+from perfmodel.workload import WEIGHT_WINDOW, BlockLoad, Workload
 
 WEIGHTS = (Op.WEIGHTS, Stream.WEIGHTS)
 
 Add = Callable[[tuple[Op, Stream], int | None, int, tuple[int, ...]], int]
-"""Adds a task: what, the subgroup, its size and what it waits for; its number."""
+"""Adds a task (operation and stream, subgroup, size, tasks that it waits for) and returns its number."""
 After = Callable[[BlockLoad], tuple[int, ...]]
 
 
@@ -26,26 +26,26 @@ class WeightFetches:
     """
 
     def __init__(self, add: Add, workload: Workload, on_device: Collection[int]) -> None:
-        self._add, self._window = add, workload.weight_window
+        self._add = add
         self._streamed = [(b, block) for b, block in enumerate(workload.blocks) if b not in on_device]
         self._ended: list[int] = []
         """The last piece of each use of a block so far."""
         self._begun = 0
         self._coming = deque[tuple[int, int, int, tuple[int, ...]]]()
-        """Of blocks that are used in this pass: the first part, the last one, bytes, and what the fetch waits for."""
+        """Blocks that this pass has yet to fetch: first part, last part, bytes, and tasks that the fetch waits for."""
         self._fetched: dict[int, int] = {}
         self._last = set[int]()
 
     def begin(self, *, backward: bool, after: After = lambda block: (), updated: bool = False) -> None:
-        """Begin forward or backward. after: gives what the fetch of a block waits for besides.
+        """Begin forward or backward. after: returns further tasks that the fetch of a block waits for.
 
         updated: whether all weights are others than in the pass before.
         """
         self._fetched.clear()
         self._last.clear()
-        # Backward has not come to what is frozen before all that is trained.
+        # Backward has not come to blocks that are frozen before all that is trained.
         trained = backward or all(block.stop for _, block in self._streamed)
-        there = self._window if trained and not updated else 0
+        there = WEIGHT_WINDOW if trained and not updated else 0
         for b, block in reversed(self._streamed) if backward else self._streamed:
             parts = range(block.start, block.stop) or (~b,)
             first, last = (parts[-1], parts[0]) if backward else (parts[0], parts[-1])
@@ -57,7 +57,7 @@ class WeightFetches:
                 self._last.add(last)
             else:
                 self._coming.append((first, last, block.nbytes, after(block)))
-        while self._coming and self._begun < self._window + len(self._ended):
+        while self._coming and self._begun < WEIGHT_WINDOW + len(self._ended):
             self._fetch()
 
     def wanted(self, part: int) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class WeightFetches:
 
     def _fetch(self) -> None:
         first, last, nbytes, after = self._coming.popleft()
-        vacated = (self._ended[self._begun - self._window],) if self._begun >= self._window else ()
+        vacated = (self._ended[self._begun - WEIGHT_WINDOW],) if self._begun >= WEIGHT_WINDOW else ()
         self._fetched[first] = self._add(WEIGHTS, None, nbytes, (*vacated, *after))
         self._last.add(last)
         self._begun += 1

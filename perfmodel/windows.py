@@ -18,8 +18,8 @@ Write = Callable[[int, int, tuple[int, ...]], int]
 def ordered(plan: Plan, workload: Workload, *, reverse: bool = False) -> Plan:
     """The plan in the order in which one step serves it, and the next one its reverse, where nothing else decides it.
 
-    A step so begins with what windows have from the last one. It goes first, because windows are free for others only
-    when it has been updated and written.
+    A step so begins with the state that windows have from the last one. It goes first, because windows are free for
+    others only when it has been updated and written.
     """
     if not (plan.on_disk and workload.reverses):
         return plan
@@ -31,7 +31,7 @@ def ordered(plan: Plan, workload: Workload, *, reverse: bool = False) -> Plan:
 
 
 class WindowUse:
-    """Which subgroup's state is in which window. It is written when another needs the window, not before.
+    """The windows and the state in them, which is written when another subgroup needs the window, not before.
 
     inside: the windows by subgroup.
     """
@@ -40,13 +40,13 @@ class WindowUse:
         self.inside: dict[int, int] = {}
         self._write = write
         self._after: list[tuple[int, ...]] = [()] * count
-        """By window, the tasks after which it is free, or what is in it as it will be written."""
+        """Tasks by window, after which it is free, or the state in it as it will be written."""
         self._turns = [0] * count
-        """By window, when it was last taken; below 0: what is in it is from before, and its turn is to come."""
+        """Turn by window, at which it was last taken; below 0: its state is from before, and its turn is to come."""
         self._written: dict[int, tuple[int, ...]] = {}
 
     def hold(self, subgroup: int, window: int, turn: int, after: tuple[int, ...] = ()) -> None:
-        """The state is there from before. turn: its place in the order of the updates. after: tasks that read it."""
+        """Hold state that is in a window from before. turn: its place among the updates. after: tasks that read it."""
         while window >= len(self._turns):  # there were more windows then
             self._after.append(())
             self._turns.append(0)
@@ -55,7 +55,7 @@ class WindowUse:
         self._after[window] = after
 
     def take(self, subgroup: int) -> tuple[int, tuple[int, ...]]:
-        """A window for a subgroup's state; what has to end before it is filled.
+        """Take a window for a subgroup's state. Return it and the tasks that have to end before it is filled.
 
         Raises ValueError if there is none.
         """
@@ -74,21 +74,21 @@ class WindowUse:
         return window, self._after[window] + self._written.get(subgroup, ())
 
     def use(self, subgroup: int) -> None:
-        """It is the turn of a subgroup."""
+        """Note that it is the turn of a subgroup."""
         if subgroup in self.inside:
             self._turns[self.inside[subgroup]] = max(0, *self._turns) + 1
 
     def complete(self, subgroup: int, after: tuple[int, ...]) -> None:
-        """After these tasks the state in the window is as it will be written."""
+        """Note the tasks after which the state in the window is as it will be written."""
         self._after[self.inside[subgroup]] = after
 
     def leave(self, subgroup: int, after: tuple[int, ...]) -> None:
-        """After these tasks the state is elsewhere, and the window, if it is in any, free."""
+        """Free the window of a subgroup, if any, after the tasks that bring its state elsewhere."""
         if subgroup in self.inside:
             self._after[self.inside.pop(subgroup)] = after
 
     def write(self, subgroup: int) -> None:
-        """Have the state written, which leaves its window."""
+        """Write the state, which leaves its window."""
         window = self.inside[subgroup]
         self._written[subgroup] = (self._write(subgroup, window, self._after[window]),)
         self.leave(subgroup, self._written[subgroup])

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from perfmodel.format import MIXED, Format, update_traffic
-from perfmodel.plan import Placement, Plan
+from perfmodel.plan import Placement, Plan, Tier
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class BlockLoad(NamedTuple):
 
 
 def peak_room(activations: Sequence[SavedTensors], activation_bytes: int) -> int:
-    """Bytes that leaving makes free at the peak. The device has 1 + AHEAD of `activations` even if all leave."""
+    """Bytes that moving saved tensors frees at the peak. The device has 1 + AHEAD of them even if all move."""
     sums = list(accumulate((each.nbytes for each in activations), initial=0))
     kept = max((after - before for before, after in zip(sums, sums[1 + AHEAD :], strict=False)), default=sums[-1])
     gone = sums[bisect(sums, activation_bytes) - 1]
@@ -103,24 +103,23 @@ class Workload:
 
     subgroups: at least one.
     forward_s, backward_s: compute times in seconds that transfers may hide behind (0: nothing to hide behind).
-    peak_free_bytes: device memory free at the peak of the iteration while no more saved tensors leave than have to;
-        what resident state may use.
-    update_free_bytes: device memory free while updating, beyond resident state; what staging slots may use.
+    peak_free_bytes: device memory free at the peak of the iteration while no more saved tensors move than have to; for
+        resident state.
+    update_free_bytes: device memory free while updating, beyond resident state; for staging slots.
     shared_free_bytes: device memory free while updating that resident state and slots share. Where it is no more than
-        `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors leave.
+        `peak_free_bytes`, as slots are in use at the next peak, it grows with that when saved tensors move.
     passing_bytes: of a slot, beside state: for offloaded gradients, and weights, that come up. As much for one subgroup
         is not free, for it is needed whatever the plan is.
-    activations: saved tensors that may leave, in the order in which forward saves them, a few together.
-    activation_least_bytes, activation_host_bytes: of them have to leave, and have room on the host.
-    host_free_bytes: host memory for state that rests there, beyond windows, by `SubgroupLoad.host_bytes`. What
-        exceeds it is on disk.
+    activations: saved tensors that may move to the host, in the order in which forward saves them, a few together.
+    activation_least_bytes, activation_host_bytes: of them have to move, and have room on the host.
+    host_free_bytes: host memory for state that rests there, beyond windows, by `SubgroupLoad.host_bytes`. State
+        that exceeds it is on disk.
     windows: buffers on the host through which state from disk passes.
-    reverses: whether the order of subgroups is another one in each step, so that what the windows hold at the end of
-        a step is what the next one begins with.
+    reverses: whether the order of subgroups is another one in each step, so that the next step begins with the state
+        that windows hold at the end of a step.
     blocks: whose weights may be on the host, in the order in which forward uses them. Memory counts as free where
         weights may be: `peak_free_bytes` and `shared_free_bytes` are for those that stay or are fetched, too.
     blocks_least, blocks_most: of them that stay on the device.
-    weight_window: of the others, that are on the device at a time: the one that computes and those fetched ahead.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
 
     Raises ValueError for an empty workload, negative times or sizes, saved tensors or blocks that are out of order, or
@@ -143,7 +142,6 @@ class Workload:
     blocks: tuple[BlockLoad, ...] = ()
     blocks_least: int = 0
     blocks_most: float = math.inf
-    weight_window: int = WEIGHT_WINDOW
     micro_batches: int = 1
 
     def __post_init__(self) -> None:
@@ -151,9 +149,8 @@ class Workload:
             raise ValueError("a workload needs at least one subgroup, found none")
         free = "peak_free_bytes", "update_free_bytes", "shared_free_bytes"
         host = "activation_least_bytes", "activation_host_bytes", "host_free_bytes", "windows", "passing_bytes"
-        for name in ("weight_window", "micro_batches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, found {getattr(self, name)}")
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches must be 1 or more, found {self.micro_batches}")
         if self.blocks:
             self._check_blocks()
         for name in ("forward_s", "backward_s", *free, *host):
@@ -193,7 +190,7 @@ class Workload:
         return sum(load.state_bytes for load in self.subgroups)
 
     def state_bytes_of(self, subgroups: Iterable[int]) -> int:
-        """The same of these alone, by index."""
+        """Bytes of the state of these alone, by index."""
         return sum(self.subgroups[i].state_bytes for i in subgroups)
 
     @property
@@ -230,7 +227,7 @@ class Workload:
 
     @functools.cached_property
     def backward_runs(self) -> tuple[tuple[int, int], ...]:
-        """The same of backward, which ends with the first subgroup: what is frozen before that has no part in it."""
+        """Backward likewise, which ends with the first subgroup: blocks frozen before that have no part in it."""
         return self.runs[[part for part, _ in self.runs].index(0) :][::-1]
 
     @functools.cached_property
@@ -247,7 +244,7 @@ class Workload:
         return frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
 
     def block_counts(self, free: float) -> range:
-        """How many blocks may stay where this much device memory is free for weights; at least one number."""
+        """Numbers of blocks that may stay where this much device memory is free for weights; at least one number."""
         least, most = min(self.blocks_least, len(self.blocks)), int(min(self.blocks_most, len(self.blocks)))
         counts = (count for count in range(most, least, -1) if self.weight_bytes(self.staying(count)) <= free)
         return range(least, next(counts, least) + 1)
@@ -260,19 +257,19 @@ class Workload:
     def weight_bytes(self, on_device: Collection[int]) -> int:
         """Device memory for weights if those of these blocks stay and the others have a window."""
         streamed = sorted(block.nbytes for b, block in enumerate(self.blocks) if b not in on_device)
-        return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-self.weight_window :])
+        return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-WEIGHT_WINDOW:])
 
-    def leaving(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
+    def moved(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """The tensors saved first that fit into this number of bytes: they move to the host."""
         sums = accumulate(each.nbytes for each in self.activations)
         return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
 
     def peak_free(self, activation_bytes: int) -> float:
-        """Device memory free at the peak when so much of the saved tensors leaves."""
+        """Device memory free at the peak when these bytes of saved tensors move."""
         return self.peak_free_bytes + self._gained(activation_bytes)
 
     def shared_free(self, activation_bytes: int) -> float:
-        """The same of what resident state and slots share."""
+        """Device memory that resident state and slots share then."""
         return self.shared_free_bytes + (self._gained(activation_bytes) if self.shares_peak else 0)
 
     @property
@@ -285,18 +282,16 @@ class Workload:
         return max(0, now - least)
 
     def has_room(self, plan: Plan) -> bool:
-        """Whether there is memory for what a plan keeps on the device, its slots, and the saved tensors that leave."""
+        """Whether there is memory for all that a plan has on the device, and for saved tensors that it moves."""
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
-        staged, leaving = self.staging_bytes(plan.slots), plan.activation_bytes
-        at_home = (
-            i for i, p in enumerate(plan.placements) if p is not Placement.GPU_RESIDENT and i not in plan.on_disk
-        )
+        staged, moved = self.staging_bytes(plan.slots), plan.activation_bytes
+        at_home = (i for i in plan.order if plan.stays(i) is Tier.HOST)
         return (
-            resident <= self.peak_free(leaving)
+            resident <= self.peak_free(moved)
             and staged <= self.update_free_bytes
-            and resident + staged <= self.shared_free(leaving)
-            and self.activation_least_bytes <= leaving <= self.activation_host_bytes
+            and resident + staged <= self.shared_free(moved)
+            and self.activation_least_bytes <= moved <= self.activation_host_bytes
             and min(self.blocks_least, len(self.blocks)) <= len(plan.blocks_on_device) <= self.blocks_most
             and (
                 math.isinf(self.host_free_bytes)

@@ -18,7 +18,7 @@ from perfmodel.compute import RESTORE, SAVE
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM
-from perfmodel.schedule import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
+from perfmodel.tasks import FLUSH, GRADIENT, ON_DEVICE, PARAMETER, PREFETCH
 from perfmodel.weights import WEIGHTS
 
 Copy = tuple[Tensor, Tensor]

@@ -8,14 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 
-from perfmodel import Lane, Op, Placement, Plan, Timeline, Workload
+from perfmodel import Lane, Op, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
-from perfmodel.demand import demand
+from perfmodel.demand import demands
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
 from perfmodel.policies import cpu_only, resident, static_ratio, stride
-from perfmodel.schedule import Schedule
 from perfmodel.simulate import serve
+from perfmodel.tasks import Schedule
 
 Policy = Callable[[Workload], Plan]
 
@@ -171,12 +171,9 @@ def _corrected(
     at once, its rate is corrected, too, if CPU updates are slower, which take most of it, or both links where there are
     none. The disk alone never corrects it, because it takes the least of it and is slow for other reasons.
     """
-    load = workload.subgroups[0]
-    on_cpu, streamed = (demand(placement, load, profile) for placement in (Placement.CPU, Placement.GPU_STREAMED))
-    on_disk = demand(Placement.CPU, load, profile, on_disk=True)
-    at_once = [on_cpu[Stream.CPU], streamed[Stream.PREFETCH], streamed[Stream.FLUSH]]
-    at_once += [on_disk[stream] for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy]
-    wanted = sum(traffic / seconds for seconds, traffic in at_once if seconds)
+    of_disk = (stream for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy)
+    each = demands(workload.subgroups[0], profile)
+    wanted = sum(each[stream].rate for stream in (Stream.CPU, Stream.PREFETCH, Stream.FLUSH, *of_disk))
     rates = {
         name: getattr(profile, name) / ratio
         for lane, ratio in slower.items()

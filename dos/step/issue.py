@@ -23,7 +23,7 @@ from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span, Timeline
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
-from perfmodel.schedule import Schedule, Task
+from perfmodel.tasks import Schedule, Task
 
 
 @dataclass(eq=False)

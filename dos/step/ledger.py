@@ -25,7 +25,8 @@ from dos.step.transit import Transit, wait_for_all
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Move, Tier
-from perfmodel.schedule import SubgroupState, schedule_step
+from perfmodel.schedule import schedule_step
+from perfmodel.tasks import SubgroupState
 
 MOST_EARLY = 1000
 """The most transits without a step; then the ledger waits for them, and forgets them."""

@@ -91,7 +91,10 @@ class _Stretch(NamedTuple):
 
 
 class _Typical:
-    """The median of recent durations; it moves by more than TOLERANCE or not at all, so that noise changes no plan."""
+    """The median of recent durations.
+
+    Once there are REMEMBERED of them it moves by more than TOLERANCE or not at all, so that noise changes no plan.
+    """
 
     REMEMBERED = 5
     TOLERANCE = 0.25
@@ -101,7 +104,8 @@ class _Typical:
         self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
 
     def add(self, seconds: float) -> None:
+        begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
         self._recent.append(seconds)
         median = statistics.median(self._recent)
-        if abs(median - self.seconds) > self.TOLERANCE * self.seconds:
+        if begins or abs(median - self.seconds) > self.TOLERANCE * self.seconds:
             self.seconds = median

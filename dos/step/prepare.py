@@ -16,7 +16,7 @@ from dos.step.ledger import Ledger
 from dos.step.work import Subject
 from perfmodel import Placement, Plan, Workload
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState, arriving, leaving, staged, windowed
+from perfmodel.tasks import SubgroupState, arriving, leaving, staged, windowed
 
 
 class Prepared(NamedTuple):

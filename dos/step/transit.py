@@ -10,7 +10,7 @@ from dos.devices import Job
 from dos.state.subgroup import Subgroup
 from perfmodel import Op
 from perfmodel.plan import Move, Tier
-from perfmodel.schedule import GRADIENT, MOVES, Task
+from perfmodel.tasks import GRADIENT, MOVES, Task
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -18,7 +18,7 @@ from dos.state.windows import Window
 from dos.step.transit import Transit
 from perfmodel.format import MASTER
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState
+from perfmodel.tasks import SubgroupState
 
 
 class Input(NamedTuple):

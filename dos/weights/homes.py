@@ -92,6 +92,15 @@ class WeightHomes:
             found.append((block, BlockLoad(block.nbytes, first, start)))
         return sorted(found, key=lambda each: each[1][1:])
 
+    def together(self, order: Iterable[int]) -> list[int]:
+        """Put all parameters of a block where the first of them is. order: their ids, with or without others."""
+        block_of = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
+        found = dict[int, None]()
+        for parameter in order:
+            block = block_of.get(parameter)
+            found |= dict.fromkeys([parameter] if block is None else [id(m.parameter) for m in block.members])
+        return list(found)
+
     def staying(self) -> frozenset[int]:
         """Return the blocks that stay now, by their places in `workload`."""
         return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)

@@ -39,7 +39,7 @@ from experiments.harness import finish
 from experiments.miniature import equal_subgroups, measured_update_s, slowed
 from experiments.plots import save_spread
 from perfmodel import Plan, Workload
-from perfmodel.footprint import host_footprint
+from perfmodel.footprint import HostBytes
 from perfmodel.format import format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only, stride
@@ -138,7 +138,7 @@ def row(name: str, curves: Sequence[Sequence[float]]) -> dict[str, Any]:
     bytes_and_speed: dict[str, Any] = dict.fromkeys((*keys, "update_s_cpu", "update_s_streamed"))
     if name in FORMATS:
         state = format_of("bfloat16", state_format=FORMATS[name])
-        host = host_footprint(1 << 20, 2, state_format=FORMATS[name])
+        host = HostBytes.of(1 << 20, state, accelerated=True)
         bytes_and_speed |= {
             "host_bytes_per_parameter": (host.total - host.gradient_staging) / (1 << 20),
             "device_bytes_per_parameter": state.state_bytes,

@@ -22,7 +22,7 @@ from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.format import SPLIT, Format
 from perfmodel.hardware import HardwareProfile
-from perfmodel.schedule import Schedule
+from perfmodel.tasks import Schedule
 
 NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
 

@@ -1,1 +1,1 @@
-"""The planner, `python -m perfmodel`: what is asked, the answer, and how it is shown."""
+"""The planner, `python -m perfmodel`: question, answer, and their presentation."""

@@ -19,7 +19,7 @@ DAY_S = 86_400
 
 
 class Answer:
-    """All that the planner says; every time in it is simulated, every size counted. Bytes and seconds.
+    """The planner's answer; every time in it is simulated, every size counted. Bytes and seconds.
 
     Sizes are of one rank, where nothing else is said, with the best plan: adaptive's.
 
@@ -31,8 +31,8 @@ class Answer:
     streamed: weights that come from the host in each forward and each backward. staying: weights of blocks that stay on
         the device, beyond the window that the peak has.
     all_resident: memory that a device needs for all state; None with parameters on the host.
-    written_per_step, written_per_day: to the disks of a node. worn_per_day: the share of what they are rated to be
-        written. None where it is not known.
+    written_per_step, written_per_day: to the disks of a node. worn_per_day: the share of the bytes that they are rated
+        for. None where it is not known.
     tokens_per_s: of the whole job; None if it does not fit. busy_s: for which each resource works in a step.
     limit: the memory that the job does not fit into, else the resource that works longest.
     best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.

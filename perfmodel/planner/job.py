@@ -13,9 +13,9 @@ from perfmodel.planner.question import Group, Question
 EFFICIENCY = 0.8
 """Share of NVLink's or the network's nominal bandwidth that NCCL's large collectives reach: on an
 H100 all-gather reached 350 and reduce-scatter 360 of 450 GB/s (github.com/NVIDIA/nccl/issues/1281).
-Links through the host count at the profile's rates, which are what is reached already."""
+Links through the host count at the profile's rates, which are reached already."""
 FORWARD, BACKWARD, AFTER_UPDATE = "forward", "backward", "after the update"
-"""When in an iteration a collective runs."""
+"""Moments of an iteration at which collectives run."""
 GATHER = "all-gather of weights", "gather", 1
 SCATTER = "reduce-scatter of gradients", "reduce", 1
 REDUCE = "all-reduce of gradients", "reduce", 2
@@ -27,7 +27,7 @@ REPLICATE = "all-reduce between replicas", "replicate", 2
 class Collective:
     """One kind of collective, summed over all layers of an iteration.
 
-    what, part: what it does, and when in an iteration. lane: of `overlap.Pass`. group: of ranks.
+    what, part: its name, and the moment of an iteration at which it runs. lane: of `overlap.Pass`. group: of ranks.
     moved: bytes that each rank sends, and as many that it receives.
     interconnect_s, network_s, pcie_s: seconds for which it keeps each GPU's link within the node busy, the node's
         network adapters, and each GPU's PCIe link, in both directions.
@@ -44,7 +44,7 @@ class Collective:
 
     @property
     def seconds(self) -> float:
-        """Nothing else on its links: its ring is as fast as its slowest part. The latency of steps is not counted."""
+        """Seconds alone on its links: its ring is as fast as its slowest part. The latency of steps is not counted."""
         return max(self.interconnect_s, self.network_s)
 
     @property
@@ -108,7 +108,7 @@ class Job:
             yield self._collective(REDUCE, BACKWARD, gradients, sharding)
 
     def _collective(self, kind: tuple[str, str, int], part: str, nbytes: float, group: Group) -> Collective:
-        """Of `nbytes` of whole tensors.
+        """Return the collective of `nbytes` of whole tensors.
 
         In a ring (nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth") (n - 1) / n of the bytes pass every link in each
         round. It crosses from node to node once, and NCCL makes as many rings as there are adapters, so that a group
@@ -150,7 +150,7 @@ class Job:
         return backward_s(whole._replace(down=down), self.question.model.layers)
 
     def _pass(self, part: str, compute: float, copied: float) -> Pass:
-        """With `copied` seconds of copying up, which one rank alone does not hide.
+        """Return a pass with `copied` seconds of copying up, which one rank alone does not hide.
 
         Where nothing has to be gathered FSDP2 copies on the stream on which it computes (torch 2.13,
         `FSDPParamGroup.unshard` and `wait_for_unshard` with a world of one rank).

@@ -1,6 +1,6 @@
-"""The machine that is meant: its rates, its GPU, how much memory that has, and what is assumed of it.
+"""The machine that is meant: its rates, its GPU, how much memory that has, and assumptions about it.
 
-What data sheets say is in `machines.json`, with its sources.
+The figures of data sheets are in `machines.json`, with their sources.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from perfmodel.planner.units import Memory, format_bytes
 UNKNOWN = "unknown"
 """The built-in profile of cautious guesses."""
 USABLE = 0.98
-"""Of the memory that a GPU's name promises, in GiB; the rest is the driver's. The GPUs of
+"""Share of the memory that a GPU's name promises, in GiB; the rest is the driver's. The GPUs of
 `machines.json` have 97.8% to 99.5% of it; L4, L40S and T4, with error-correcting codes, 91% to 93%."""
 OVERSTATED = 1.1
 """GPUs have less memory than their names say, but never by more than this factor."""
@@ -35,7 +35,7 @@ class Gpu(NamedTuple):
     nominal_gib: of memory, as its name says. memory_gib: as PyTorch reports it, which is less.
     tflops_16bit, tflops_fp32: peak of dense matrix products, of bfloat16 or float16 accumulated in float32, and of
         float32 without TF32, in 1e12 FLOP/s.
-    utilisation: share of the peak that forward and backward reach, up to 1. basis: by what, for people.
+    utilisation: share of the peak that forward and backward reach, up to 1. basis: its source, for people.
     bf16: whether it computes in bfloat16.
     """
 
@@ -76,7 +76,7 @@ class Fabric:
 
     interconnect: of one GPU to the others of its node; None: its PCIe link, at the profile's rates.
     network: of one node to the other nodes, all its adapters together; None: not known.
-    within, between: what they are of, for people.
+    within, between: names of the links, for people.
     """
 
     interconnect: float | None = None
@@ -88,16 +88,16 @@ class Fabric:
 _DATA = json.loads((resources.files("perfmodel") / "planner" / "machines.json").read_text())
 _GPUS = {name: Gpu(name, **values) for name, values in _DATA["gpus"].items()}
 GPUS = {name: _GPUS[values["gpu"]] for name, values in _DATA["machines"].items()}
-"""By the name of the built-in hardware profile."""
+"""GPUs by the name of the built-in hardware profile."""
 ALIASES: dict[str, str] = _DATA["aliases"]
 """GPUs for which a built-in profile stands, with the host that it has."""
 CARDS = {name: Card(**{**values, "gpu": _GPUS[values["gpu"]]}) for name, values in _DATA["cards"].items()}
 LINKS = {int(generation): tuple(rates) for generation, rates in _DATA["links"].items()}
 """Bytes/s of pinned copies over 16 lanes by PCIe generation: one way, and each of both ways at once."""
 PCIE = Fabric()
-"""Of machines of which nothing is known but the profile."""
+"""Links of machines of which nothing is known but the profile."""
 FABRICS = {name: Fabric(**values["fabric"]) for name, values in _DATA["machines"].items() if "fabric" in values}
-"""By the name of the built-in profile; the networks of desktops are not known."""
+"""Links by the name of the built-in profile; the networks of desktops are not known."""
 
 
 class Machine(NamedTuple):
@@ -132,7 +132,7 @@ class Machine(NamedTuple):
         return gpu.peak(dtype) * share, source
 
     def _unlike(self, gpu: Gpu) -> tuple[int, float]:
-        """How much another GPU's memory differs, in steps of SIMILAR; and of equals, how fast it is."""
+        """Difference of another GPU's memory, in steps of SIMILAR; and of equals, how fast it is."""
         distance = abs(round(math.log(gpu.memory_bytes / self.device_bytes, SIMILAR)))
         return distance, gpu.utilisation * gpu.tflops_16bit
 
@@ -140,7 +140,7 @@ class Machine(NamedTuple):
 def find_machine(name: str, asked: Memory | None) -> Machine:
     """The machine of that name (a built-in one, a GPU, or the file of a profile), with a GPU as asked.
 
-    asked: its memory; None for what the GPU has.
+    asked: its memory; None for all that the GPU has.
     Raises OSError for a file that cannot be read, ValueError for a machine that is not known, or
     memory that it does not have.
     """

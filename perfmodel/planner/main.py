@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     """Return the question, and how it was understood, a line each.
 
-    Raises OSError for a file that cannot be read, ValueError for what cannot be.
+    Raises OSError for a file that cannot be read, ValueError for a question that cannot be.
     """
     asked, settings = CommandLine(**given(CommandLine, options)), given(Question, options)
     model = _model(asked)
@@ -144,7 +144,7 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
 
 
 def _model(asked: CommandLine) -> Transformer:
-    """By its size or its configuration. Raises as `question_of` does."""
+    """Return the model by its size or its configuration. Raises as `question_of` does."""
     if asked.params is not None and asked.config is None:
         return Transformer.of_size(asked.params)
     if asked.config is not None and asked.params is None:
@@ -178,7 +178,7 @@ def _profile(asked: CommandLine, machine: Machine) -> HardwareProfile:
 
 
 def _trainable(text: str, model: Transformer) -> float:
-    """The share of the parameters that is trained. Raises ValueError for what is not in (0, 1]."""
+    """The share of the parameters that is trained. Raises ValueError for a share outside (0, 1]."""
     try:
         share = parse_share(text) if text.strip().endswith("%") else parse_parameters(text) / model.numel
     except ValueError as error:
@@ -189,7 +189,7 @@ def _trainable(text: str, model: Transformer) -> float:
 
 
 def _replicas_of_nodes(settings: dict[str, int]) -> int:
-    """One on each of several nodes. Raises ValueError for options that contradict that."""
+    """Return the number of nodes, each with a replica. Raises ValueError for options that contradict that."""
     nodes = settings.get("nodes", 1)
     if "replicas" in settings or nodes < 2:
         raise ValueError(

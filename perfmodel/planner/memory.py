@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from perfmodel.footprint import DeviceBytes, HostBytes, host_footprint
-from perfmodel.planner.question import Question
+from perfmodel.footprint import HostBytes
+from perfmodel.format import format_of
+from perfmodel.planner.question import VALUES, Question
 from perfmodel.windows import WINDOWS
 from perfmodel.workload import WEIGHT_WINDOW, SavedTensors
 
@@ -20,17 +22,9 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
 
     Offloaded gradients, and weights that may stream, count for all parameters, wherever their state is.
     """
-
-    def footprint(numel: int) -> HostBytes:
-        return host_footprint(
-            numel,
-            question.value_bytes,
-            accelerated=not (question.offload_parameters or question.streams),
-            values=question.format.values,
-            state_format=question.state_format,
-        )
-
-    found = footprint(numel)
+    accelerated = not (question.offload_parameters or question.streams)
+    kept = format_of(VALUES[question.dtype], state_format=question.state_format, accelerated=accelerated)
+    found = HostBytes.of(numel, kept, accelerated=accelerated)
     whole = question.state_numel * question.value_bytes
     if question.offload_gradients:
         found = dataclasses.replace(found, gradient_staging=whole)
@@ -82,15 +76,49 @@ def saved_tensors(question: Question) -> tuple[SavedTensors, ...]:
     return tuple(SavedTensors(nbytes, i / count, 1 - i / count) for i in range(1, count + 1))
 
 
+@dataclass(frozen=True)
+class DeviceBytes:
+    """Device memory that training takes beside optimizer state, in bytes of one rank.
+
+    weights, gradients: of the parameters that the rank keeps.
+    activations: of all blocks, held when backward begins. logits: with the loss, beside them.
+    block: one block's weights and gradients while they are gathered, and its activations.
+    reserved: taken by the runtime.
+    gathered: weights that are whole for a while though they are divided, in forward and backward.
+    """
+
+    weights: int
+    gradients: int
+    activations: int
+    block: int
+    reserved: int
+    gathered: int = 0
+    logits: int = 0
+
+    def peak_bytes(self, accumulating: bool = False) -> int:
+        """Bytes at the worst moment: as backward begins, or as it ends.
+
+        Gradients grow as activations go, and both do so evenly, so that neither moment between is worse.
+        accumulating: whether those of an earlier micro-batch are there all the time, not set to None before forward.
+        """
+        held, before = self.reserved + self.weights + self.gathered, self.gradients if accumulating else 0
+        return held + max(before + self.activations + self.logits, self.gradients + self.block)
+
+    @property
+    def update(self) -> int:
+        """Bytes while the optimizer updates."""
+        return self.reserved + self.weights + self.gradients
+
+
 def device_footprint(question: Question) -> DeviceBytes:
     """Memory that the model and its compute take on one rank's device.
 
-    ZeRO keeps whole, one block at a time, what it divides: weights while they are gathered, gradients until they are
-    reduced. Gradients that are offloaded are on the device one block at a time, too.
+    ZeRO keeps parts whole, one block at a time: weights while they are gathered, gradients until they are reduced.
+    Gradients that are offloaded are on the device one block at a time, too.
     FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
-    Of weights that may stream a window is counted, besides what is of no block.
+    Of weights that may stream a window is counted, and those outside blocks.
     """
     model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values

@@ -14,8 +14,8 @@ class Option(NamedTuple):
     group: of options, in which `--help` shows it.
     text: its help. name: as the user writes it; a positional argument has no dashes.
     write: makes the text of a value, as the user would write it.
-    back: what a change to the default is called, if not `without --name`; empty if another option implies it.
-    argument: what else `argparse.add_argument` takes: type, unit (metavar), choices.
+    back: the words for a change to the default, if not `without --name`; empty if another option implies it.
+    argument: further arguments of `argparse.add_argument`: type, unit (metavar), choices.
     """
 
     group: str
@@ -49,7 +49,7 @@ def options_of(kind: Any) -> Iterator[tuple[dataclasses.Field[Any], Option]]:
 
 
 def add_options(kind: Any, groups: Mapping[str, Any]) -> None:
-    """Add the options of a dataclass to their groups of the command line. What is not given is not set."""
+    """Add the options of a dataclass to their groups of the command line. Options that are not given are not set."""
     for each, found in options_of(kind):
         argument = {"default": argparse.SUPPRESS, "help": found.text, **found.argument}
         if isinstance(each.default, bool):
@@ -61,11 +61,8 @@ def add_options(kind: Any, groups: Mapping[str, Any]) -> None:
 
 def given(kind: Any, command_line: argparse.Namespace) -> dict[str, Any]:
     """The values that a command line gives to the fields of a dataclass."""
-    return {
-        each.name: value
-        for each, _ in options_of(kind)
-        if (value := getattr(command_line, each.name, None)) is not None
-    }
+    names = {each.name for each, _ in options_of(kind)}
+    return {name: value for name, value in vars(command_line).items() if name in names}
 
 
 def difference(before: Any, after: Any) -> str:

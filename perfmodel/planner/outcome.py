@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration; infinite if it does not fit."""
+        """Seconds of the iteration; infinite if it does not fit."""
         return math.inf if self.iteration_s is None else self.iteration_s
 
     def to_json(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
 
 
 def outcomes(situation: Situation) -> list[Outcome]:
-    """Of all policies, adaptive last; with parameters on the host, of the only one there is."""
+    """Outcomes of all policies, adaptive last; with parameters on the host, of the only one there is."""
     work, adapted = situation.update_workload, adaptive_outcome(situation)
     if situation.question.offload_parameters:
         return [adapted]

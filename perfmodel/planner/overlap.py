@@ -1,7 +1,7 @@
-"""Forward and backward layer by layer, with what FSDP2 runs beside the compute.
+"""Forward and backward layer by layer, with collectives and copies of FSDP2 beside the compute.
 
 Each function walks through the layers once, keeping for every lane the moment until which it is
-busy. What a layer takes on a lane is an equal part of the whole.
+busy. Each layer takes an equal part of the whole on a lane.
 """
 
 from __future__ import annotations

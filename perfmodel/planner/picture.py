@@ -1,4 +1,4 @@
-"""The planner's answer as a picture: memory, times by policy, and what memory buys."""
+"""The planner's answer as a picture: memory, times by policy, and times by memory."""
 
 from __future__ import annotations
 
@@ -112,5 +112,5 @@ def _draw_slope(axes: Axes, answer: Answer) -> None:
 
 
 def _legend(axes: Axes, columns: int) -> None:
-    """Below the axes, where it covers nothing."""
+    """Add a legend below the axes, where it covers nothing."""
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=columns)

@@ -57,16 +57,16 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """A training and its machine; each option of the command says what it is.
+    """A training and its machine; the help of the options describes further fields.
 
     model: with all its parameters. profile: of the machine; its ranks_per_host is replaced by the ranks of a node.
     device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.
     trainable: share of the parameters.
     accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
-    flops_rate: FLOP/s that forward and backward reach. flops_source: by what, for people.
+    flops_rate: FLOP/s that forward and backward reach. flops_source: the source of that, for people.
     replicas: of the model, as FSDP2 divides it (HSDP). fabric: how GPUs reach one another.
 
-    Raises ValueError for what cannot be.
+    Raises ValueError for settings that exclude each other.
     """
 
     model: Transformer
@@ -227,11 +227,11 @@ class Question:
         return Group(self.replicas, max(1, self.per_node // self.shards))
 
     def replace(self, **changes: Any) -> Question:
-        """The question with other values of the fields that are named. Raises ValueError for what cannot be."""
+        """Return the question with other values of the fields that are named. Raises ValueError as its constructor."""
         return dataclasses.replace(self, **changes)
 
     def with_model(self, numel: int) -> Question:
-        """The question of a model of the usual shape with so many parameters."""
+        """Return the question of a model of the usual shape with `numel` parameters."""
         size = self.chosen_size and max(self.chosen_size, math.ceil(numel / MAX_SUBGROUPS))
         return self.replace(model=Transformer.of_size(numel), chosen_size=size)
 
@@ -242,7 +242,7 @@ class Question:
 
     @property
     def format(self) -> Format:
-        """In which DOSAdam keeps the state. The homes of weights that stream are masters of their own type."""
+        """Format in which DOSAdam keeps the state. The homes of weights that stream are masters of their own type."""
         return format_of(VALUES[self.dtype], state_format=self.state_format, accelerated=not self.streams)
 
     @property
@@ -252,12 +252,12 @@ class Question:
 
     @property
     def tokens(self) -> int:
-        """Of one rank's micro-batch."""
+        """Tokens of one rank's micro-batch."""
         return self.batch * self.sequence
 
     @property
     def step_tokens(self) -> int:
-        """Of a step of the whole job."""
+        """Tokens of a step of the whole job."""
         return self.tokens * self.micro_batches * self.ranks
 
     @property
@@ -295,12 +295,12 @@ class Question:
 
     @property
     def subgroups(self) -> int:
-        """How many one rank has."""
+        """Number of subgroups of one rank."""
         return math.ceil(self.state_numel / self.subgroup_size)
 
     @property
     def stage(self) -> int:
-        """Of ZeRO: FSDP2's is 3."""
+        """Stage of ZeRO: FSDP2's is 3."""
         return 3 if self.fsdp else self.zero
 
     @property
@@ -309,5 +309,5 @@ class Question:
         return self.fsdp or (self.stage >= 3 and self.ranks > 1)
 
     def share(self, whole: int, stage: int) -> int:
-        """One rank's part of what ZeRO divides from `stage` on."""
+        """Part of one rank of a whole that ZeRO divides from `stage` on."""
         return -(-whole // self.shards) if self.stage >= stage else whole

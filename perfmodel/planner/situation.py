@@ -8,15 +8,15 @@ import math
 from itertools import accumulate
 
 from perfmodel.demand import demand, operation_demand
-from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.planner.job import Job
 from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
-from perfmodel.schedule import Task, schedule
+from perfmodel.schedule import schedule
 from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.tasks import Task
 from perfmodel.timeline import Lane, Op
 from perfmodel.workload import BlockLoad, SubgroupLoad, Workload, peak_room
 
@@ -47,12 +47,17 @@ class Situation:
         if question.disk_bytes is not None:
             shared = {rate: getattr(self.profile, rate) / question.per_node for rate in DISK_RATES}
             self.profile = self.profile.replace(**shared)
-        plain = device_footprint(question)
+        plain, share = device_footprint(question), question.offload_activations
         self.saved = saved_tensors(question)
-        self.least_offloaded = self._least_offloaded(plain)
-        gone = peak_room(self.saved, self.least_offloaded)
-        self.device = dataclasses.replace(plain, activations=plain.activations - gone)
-        self.peak = self.device.peak_bytes(question.accumulation)
+        sums = [0, *accumulate(each.nbytes for each in self.saved)]
+        # The share that was asked for; if that is for the planner to say, the least with which the rest fits.
+        amounts = sums if share == "auto" else [max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])]
+        for nbytes in amounts:
+            self.least_offloaded = nbytes
+            self.device = dataclasses.replace(plain, activations=plain.activations - peak_room(self.saved, nbytes))
+            self.peak = self.device.peak_bytes(question.accumulation)
+            if self.peak <= question.device_bytes:
+                break
         self.usable = int((1 - MARGIN) * question.device_bytes)
         self.room = max(0, self.usable - self.peak)
         on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
@@ -104,7 +109,7 @@ class Situation:
         """The update with the memory that DOSAdam gives it.
 
         State is resident in whole subgroups. Slots share that memory; if not attached, they are gone when the next
-        forward begins, and may have what it and backward need. So do weights that may stream.
+        forward begins, and may have the memory that it and backward need. So do weights that may stream.
         """
         question = self.question
         loads, blocks = self._loads()
@@ -147,10 +152,10 @@ class Situation:
         return makespan(plan, self.update_workload, self.profile)
 
     def iteration_s(self, plan: Plan) -> float:
-        """Seconds of a step: micro-batches, update and what waits for it.
+        """Seconds of a step: micro-batches, update and work that waits for it.
 
-        No less than any resource is busy for: what collectives take of PCIe is not there for the
-        optimizer's transfers, which the simulation of the schedule does not know.
+        No less than any resource is busy for: the simulation of the schedule does not know that
+        collectives take their part of PCIe.
         """
         if self.question.offload_parameters:
             # If attached, a layer's copy to the device waits for its own update, else forward for all.
@@ -159,7 +164,7 @@ class Situation:
             seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
             seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
-        work = self.iteration_workload  # what the other micro-batches wait for is among the seconds already
+        work = self.iteration_workload  # the waits of the other micro-batches are among the seconds already
         seconds += (work.forward_s + work.backward_s) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
@@ -204,20 +209,9 @@ class Situation:
         }
         return {resource: busy_s for resource, busy_s in busy.items() if busy_s > 0}
 
-    def _least_offloaded(self, device: DeviceBytes) -> int:
-        """The share that was asked for; if that is for the planner to say, what has to move so that the rest fits."""
-        share, sums = self.question.offload_activations, [0, *accumulate(each.nbytes for each in self.saved)]
-        if share != "auto":
-            return max(nbytes for nbytes in sums if nbytes <= float(share) * sums[-1])
-        for nbytes in sums:
-            rest = dataclasses.replace(device, activations=device.activations - peak_room(self.saved, nbytes))
-            if rest.peak_bytes(self.question.accumulation) <= self.question.device_bytes:
-                return nbytes
-        return sums[-1]
-
     @property
     def _most_offloaded(self) -> float:
-        """Bytes, up to where the peak is another one and there is room on the host."""
+        """Bytes up to which moving lowers the peak, and for which there is host memory."""
         if self.question.offload_activations != "auto":
             return self.least_offloaded
         nothing = dataclasses.replace(self.device, activations=0, logits=0)
@@ -230,7 +224,7 @@ class Situation:
     def _loads(self) -> tuple[tuple[SubgroupLoad, ...], tuple[BlockLoad, ...]]:
         """The subgroups, and the blocks that may stream, whose subgroups are their own.
 
-        Half of what is of no block stands before these and half behind, as an embedding and an output layer do.
+        Half of the parameters outside blocks stand before these and half behind, as embedding and output layer do.
         """
         question, model = self.question, self.question.model
         each: dict[int, SubgroupLoad] = {}
@@ -252,7 +246,7 @@ class Situation:
         return (*loads, *cut(max(0, outer) - max(0, outer) // 2)), tuple(blocks)
 
     def _load(self, numel: int) -> SubgroupLoad:
-        """A subgroup of so many parameters."""
+        """Return a subgroup of `numel` parameters."""
         question = self.question
         return dataclasses.replace(
             SubgroupLoad.of(numel, question.format),

@@ -25,7 +25,7 @@ EFFECTS = {
 ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
 """Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
-"""Shares of the time below this are shown as no change."""
+"""Shares of the time below this are printed as no change."""
 UNLIMITED = 1 << 16
 """Columns, more than any table has."""
 NEARLY = 0.9
@@ -36,13 +36,13 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("share", "CPU", "streamed", "resident"), "{:.0%}".format),
     "change": lambda share: f"{share:+.0%}" if abs(share) >= LARGE_CHANGE else "same",
 }
-"""How the columns of tables are written; others as they are, with commas in numbers."""
+"""Formats of the columns of tables; others are written as they are, with commas in numbers."""
 
 
 def show(answer: Answer) -> None:
     """Print the answer."""
     console, tables = Console(markup=False), list(_tables(answer))
-    # Wide ones are not cut: rich takes 80 columns for the width of a file, and a terminal wraps what is wider.
+    # Wide ones are not cut: rich takes 80 columns for the width of a file, and a terminal wraps wider lines.
     unlimited = console.options.update(width=UNLIMITED)
     console.width = max(console.width, *(Measurement.get(console, unlimited, table).maximum for table in tables))
     for line in _headline(answer):
@@ -55,7 +55,7 @@ def show(answer: Answer) -> None:
 
 
 def _headline(answer: Answer) -> Iterator[str]:
-    """The answer in a few sentences."""
+    """Yield the answer in a few sentences."""
     question = answer.question
     ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
     ranks += f" of {question.nodes} nodes" if question.nodes > 1 else ""
@@ -131,7 +131,7 @@ def _batch(question: Question) -> str:
 
 
 def _on_disk(answer: Answer) -> Iterator[str]:
-    """Where the state is, and how long the disks last."""
+    """Yield the places of the state, and how long the disks last."""
     resident, on_disk, total = answer.resident_state, answer.state_on_disk, answer.situation.state_bytes
     tiers = {"the GPU": resident, "the host": total - resident - on_disk, "disk": on_disk}
     rests = " and ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in tiers.items() if nbytes)
@@ -145,7 +145,7 @@ def _on_disk(answer: Answer) -> Iterator[str]:
 
 
 def _expected(answer: Answer) -> Iterator[str]:
-    """How long the batch that was asked for takes, beside the best of the other policies, and what limits it."""
+    """Yield the time of the batch that was asked for, beside the best of the other policies, and its limit."""
     bound, best, situation = answer.bound, answer.best, answer.situation
     tokens = _tokens(answer.question, answer.tokens_per_s or 0.0)
     takes = f"The batch asked for, {_batch(answer.question)}, takes {format_seconds(best.seconds)} an iteration"
@@ -172,7 +172,7 @@ def _expected(answer: Answer) -> Iterator[str]:
 
 
 def _largest(answer: Answer) -> Iterator[str]:
-    """The largest batch and sequence of this model, each with the other as it is, and the largest model."""
+    """Yield the largest batch and sequence of this model, each with the other as it is, and the largest model."""
     question, batch, sequence = answer.question, answer.largest_batch, answer.largest_sequence
     whole = " (the longest it takes)" if sequence == question.model.longest else ""
     most = [f"{batch:,} x {question.sequence:,} tokens"] * bool(batch)
@@ -188,7 +188,7 @@ def _largest(answer: Answer) -> Iterator[str]:
 
 
 def _tables(answer: Answer) -> Iterator[Table]:
-    """Memory; communication, if there is any; times of what fits; what would help."""
+    """Yield memory; communication, if there is any; times of policies that fit; changes that would help."""
     job, best, profile = answer.situation.job, answer.best, answer.question.profile
     yield _memory(answer)
 
@@ -261,9 +261,9 @@ def _memory(answer: Answer) -> Table:
     table = _table(f"Memory{ranks}", "", "GPU", "host", "disk" if disk else "bytes on the host")
     for name, sizes in rows.items():
         on_device, on_host, on_disk = (size or None for size in (*sizes, None, None)[:3])
-        shown = on_device, on_host, on_disk if disk else on_host
-        if any(shown):
-            _add(table, name, *shown)
+        cells = on_device, on_host, on_disk if disk else on_host
+        if any(cells):
+            _add(table, name, *cells)
     return table
 
 
@@ -277,7 +277,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _add(table: Table, *values: Any) -> None:
-    """A row, each value as its column's name says what it is; None and nothing stay empty."""
+    """Add a row, each value in the format of its column; None stays empty."""
     cells = []
     for column, value in zip(table.columns, values, strict=False):
         written = FORMATS.get(str(column.header), "{:,}".format)

@@ -33,7 +33,7 @@ class Transformer:
     dropout: whether dropout's masks are kept. upcast_norm: whether norms compute in float32, by separate operations, as
     Hugging Face's RMSNorm does. longest: the longest sequence it takes; None for no limit.
     outer: parameters beside blocks, such as the embedding's; 0 where only their number is known.
-    assumed: what was not given but assumed, for people.
+    assumed: facts that were not given but assumed, for people.
     """
 
     numel: int
@@ -110,7 +110,7 @@ class Transformer:
 
     @property
     def block_numel(self) -> int:
-        """Parameters of one block, of which the last takes what is left over."""
+        """Parameters of one block; the remainder of the division is left over."""
         return (self.numel - self.outer) // self.layers
 
     def block_bytes(self, sequence: int, value_bytes: int, *, eager_attention: bool = False) -> int:
@@ -119,7 +119,7 @@ class Transformer:
         Counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
         section 4.1, which is for GPT: 34 bytes per token and width of 16-bit values, and 5 per head and position if
         attention is not recomputed. Per token: the inputs of both norms, of attention and of the network; queries and
-        attention's result, keys and values; of the network, what enters and leaves the activation function, and with
+        attention's result, keys and values; of the network, input and output of the activation function, and with
         a gate, the gate and the product as well.
 
         eager_attention: whether attention's matrices are kept, which FlashAttention and PyTorch's
@@ -163,7 +163,7 @@ class Transformer:
         eager_attention: bool = False,
         trainable: float = 1.0,
     ) -> tuple[float, float]:
-        """Floating-point operations of forward and of backward, of so many tokens in sequences of that length.
+        """Floating-point operations of forward and of backward, of `tokens` in sequences of that length.
 
         Each weight of a matrix takes 2 per token in forward and 4 in backward, half of which are its own gradient's and
         not needed where it is frozen (Kaplan et al. 2020, section 2.1). Embeddings are looked up, which takes none.
@@ -179,8 +179,8 @@ class Transformer:
     def attention_flops(self, sequence: int, *, eager: bool = False) -> tuple[float, float]:
         """Operations per token of attention's products of queries with keys, and of scores with values, in all blocks.
 
-        Forward and backward. Kernels like FlashAttention leave out what a causal mask hides, half of the positions, and
-        compute scores once more in backward: 5 products to forward's 2 (Dao 2023, "FlashAttention-2", section 4.1).
+        Forward and backward. Kernels like FlashAttention leave out positions that a causal mask hides, half of them,
+        and compute scores once more in backward: 5 products to forward's 2 (Dao 2023, "FlashAttention-2", section 4.1).
         Sliding windows are not taken into account.
 
         eager: all positions, whether hidden or not, and 4 products in backward.

@@ -50,7 +50,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_bytes_or_0(text: str) -> int:
-    """As `parse_bytes`, but `0` is a size, too."""
+    """Bytes as `parse_bytes` reads them, but `0` is a size, too."""
     return 0 if text.strip() == "0" else parse_bytes(text)
 
 
@@ -63,7 +63,7 @@ class Memory(NamedTuple):
 
 
 def parse_memory(text: str) -> Memory:
-    """As `parse_bytes`, but `24GB` is what data sheets and memory modules mean by it: 24 * 1024**3 bytes.
+    """Memory as `parse_bytes` reads it, but `24GB` is 24 * 1024**3 bytes, as on data sheets and memory modules.
 
     So is `24` without a unit: memory of some bytes does not exist. Raises ValueError as `parse_bytes` does, and for
     less than 1 GiB, which no GPU and no host has.
@@ -88,7 +88,7 @@ def parse_count(text: str) -> int:
 
 
 def parse_parameters(text: str) -> int:
-    """As `parse_count`, of a model's parameters. Raises ValueError for fewer than FEWEST, too."""
+    """Parameters of a model as `parse_count` reads them. Raises ValueError for fewer than FEWEST, too."""
     count = parse_count(text)
     if count < FEWEST:
         number = text.strip().rstrip("kKiI")
@@ -106,12 +106,12 @@ def parse_rate(text: str) -> float:
 
 
 def parse_positive(text: str) -> float:
-    """The number. Raises ValueError for anything else, and for what is not from 1e-6 to 1e9."""
+    """The number. Raises ValueError for anything else, and for numbers below 1e-6 or above 1e9."""
     return _quantity(text, {"": 1.0}, "a number above 0 (1e-6 to 1e9)", least=1e-6, most=1e9)
 
 
 def parse_share(text: str) -> float:
-    """The share that `0.4` or `40%` mean. Raises ValueError for anything else, and for what is not from 1e-6 to 1."""
+    """The share that `0.4` or `40%` mean. Raises ValueError for anything else, and for shares below 1e-6 or above 1."""
     return _quantity(text, {"": 1.0, "%": 0.01}, "a share such as 0.4 or 40%, above 0 and up to 1", least=1e-6, most=1)
 
 
@@ -133,25 +133,25 @@ def in_tb(nbytes: int) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """With a binary prefix: `24.0 GiB`."""
+    """Write bytes with a binary prefix: `24.0 GiB`."""
     value, unit = _in_unit(nbytes, _SIZES)
     return f"{value:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def format_rate(rate: float) -> str:
-    """Three digits, in decimal units as data sheets have them: `450 GB/s`."""
+    """Write a rate with three digits, in decimal units as data sheets have them: `450 GB/s`."""
     value, unit = _in_unit(rate, _SPEEDS)
     return f"{value:.3g} {unit}"
 
 
 def format_count(count: float) -> str:
-    """Three digits and a suffix: `6.74B`."""
+    """Write a count with three digits and a suffix: `6.74B`."""
     value, unit = _in_unit(count, _NUMBERS)
     return f"{value:.3g}{unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits: `1.23 s`, `45.6 ms`."""
+    """Write seconds with three digits: `1.23 s`, `45.6 ms`."""
     if seconds == 0:
         return "0 s"
     value, unit = _in_unit(seconds, _TIMES)

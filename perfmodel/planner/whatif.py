@@ -21,9 +21,9 @@ WORTHWHILE = 0.01
 LARGER_BATCH = 1.5
 """A setting that makes the largest batch this many times as large is mentioned, whatever it does to the time."""
 MOST_REMEDIES = 4
-"""Proposals for what does not fit."""
+"""Proposals for a model that does not fit."""
 MOST = 2**24
-"""Sequences, or tokens in one, beyond which the planner does not look for what fits."""
+"""Sequences, or tokens in one, beyond which the planner does not look."""
 SMALLEST = 10**6
 """Parameters below which it does not either."""
 
@@ -72,7 +72,7 @@ STEPS = (
     Step({"state_format": INT8}, Effect.ROUNDING),
     Step({"offload_parameters": True, "offload_gradients": False, "offload_activations": 0.0, "weights": "stay"}),
 )
-"""In the order in which they are tried: what can cost the least time comes first.
+"""Steps in the order in which they are tried: those that can cost the least time come first.
 
 FSDP2 over all ranks divides the update. A fused loss computes nothing twice. Checkpointing computes each block once
 more, a third of the compute at most. Offloaded gradients are copied down and up. Weights that stream come twice in each
@@ -83,7 +83,7 @@ pass: only if nothing else is enough.
 
 @dataclass(frozen=True)
 class Lever:
-    """One thing changed, what the adaptive policy then gives, and for a setting the largest batch that then fits."""
+    """One change, the outcome of the adaptive policy then, and for a setting the largest batch that then fits."""
 
     change: str
     outcome: Outcome
@@ -96,7 +96,7 @@ class Lever:
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings with which the model fits, and what then follows."""
+    """Settings with which the model fits, and the situation and outcome then."""
 
     change: str
     effect: Effect
@@ -121,7 +121,7 @@ class Remedy:
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
     """Yield changes that may help, each recomputed: hardware always, settings only where they make a difference.
 
-    Nothing that does not fit helps. Better hardware can do what it did before, with the plan made for
+    No change helps with which it does not fit. Better hardware can do its old work, with the plan made for
     less of it, and at its old pace (a processor twice as fast with half of its threads, where more
     would take host memory's bandwidth from the links); so it never costs time.
     """
@@ -180,7 +180,7 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
 
 
 def remedies(situation: Situation) -> list[Remedy]:
-    """Settings with which what does not fit does: what changes least first, of these the fastest first.
+    """Settings with which the model fits: those that change least first, of these the fastest first.
 
     STEPS that change no result are tried one after the other until it fits; and for each step that was taken, once
     more without it. Only if that is not enough, steps that change more are tried with them: for each effect those that
@@ -272,7 +272,7 @@ def most(question: Question, setting: str, limit: int | None = None) -> int:
 
 
 def fastest_batch(question: Question) -> tuple[Question, Outcome] | None:
-    """The question with the batch that trains most tokens per second, and what it gives; None if none fits.
+    """The question with the batch that trains most tokens per second, and its outcome; None if none fits.
 
     Larger batches hide more of the update, and leave less memory for state. So it is looked for from the largest
     batch that fits down, in steps of a quarter, for as long as that is faster.

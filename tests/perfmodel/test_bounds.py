@@ -26,7 +26,7 @@ FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_dup
     [
         # No memory on the device: all 48 parameters on the CPU, 1 s each.
         ({}, {"peak_free_bytes": 0.0, "update_free_bytes": 0.0}, 48.0, "CPU", {C: 1.0}),
-        # All of it resident but what the CPU does meanwhile: 1 in 5, as the GPU is 4 times as fast.
+        # All of it resident but the CPU's part meanwhile: 1 in 5, as the GPU is 4 times as fast.
         (FAST_LINKS, {}, 48 / 5, "GPU", {C: 0.2, R: 0.8}),
         # No residents, a slow H2D link (1 byte/s): the CPU's parameters cost 2 s, more than its update.
         (
@@ -46,7 +46,7 @@ FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_dup
         ),
         # Memory of half the state.
         ({}, {"peak_free_bytes": 2 * 144.0, "update_free_bytes": 0.0}, 24.0, "CPU", {C: 0.5, R: 0.5}),
-        # Forward hides what fits beside it.
+        # Forward hides all that fits beside it.
         ({}, {"forward_s": 100.0, "peak_free_bytes": 0.0, "update_free_bytes": 0.0}, 0.0, "nothing", {C: 1.0}),
     ],
 )

@@ -1,6 +1,6 @@
 """Plans and workloads: validation and text."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,14 +38,16 @@ def test_workload_sums() -> None:
     assert load.subgroups[0].cpu_traffic == 280
 
 
-def test_bad_workloads() -> None:
-    with pytest.raises(ValueError, match="at least one subgroup, found none"):
-        Workload.of_sizes([])
-    with pytest.raises(ValueError, match="forward_s must be 0 or more"):
-        Workload.of_sizes([1], forward_s=-1)
-    with pytest.raises(ValueError, match="peak_free_bytes must be 0 or more, found nan"):
-        Workload.of_sizes([1], peak_free_bytes=float("nan"))
-    with pytest.raises(ValueError, match="numel must be 0 or more"):
-        Workload.of_sizes([-1])
-    with pytest.raises(ValueError, match="due in the reverse order"):
-        replace(Workload.of_sizes([1]), activations=(SavedTensors(8, 0.5, 0.5), SavedTensors(8, 0.6, 0.6)))
+@pytest.mark.parametrize(
+    ("sizes", "others", "message"),
+    [
+        ([], {}, "at least one subgroup, found none"),
+        ([-1], {}, "numel must be 0 or more"),
+        ([1], {"forward_s": -1}, "forward_s must be 0 or more"),
+        ([1], {"peak_free_bytes": float("nan")}, "peak_free_bytes must be 0 or more, found nan"),
+        ([1], {"activations": (SavedTensors(8, 0.5, 0.5), SavedTensors(8, 0.6, 0.6))}, "due in the reverse order"),
+    ],
+)
+def test_bad_workloads(sizes: list[int], others: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Workload.of_sizes(sizes, **others)

@@ -1,4 +1,4 @@
-"""The policies: what the fixed ones place where, and that adaptive is as good as any of them."""
+"""The policies: the placements of fixed ones, and that adaptive is as good as any of them."""
 
 import dataclasses
 import itertools
@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from perfmodel import Placement, Plan
 from perfmodel.adaptive import STEADY, TASKS_AT_ONCE, AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import format_of
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.plan import Tier
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
-from perfmodel.schedule import Schedule, SubgroupState, schedule_step
+from perfmodel.schedule import schedule_step
 from perfmodel.simulate import Scope, Simulator, exposed, makespan, serve
+from perfmodel.tasks import Schedule, SubgroupState
 from perfmodel.windows import ordered
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
 from tests.support.machines import machine, with_disk, work
@@ -102,13 +104,13 @@ def test_each_further_slot_takes_memory_for_gradients_besides() -> None:
 
 
 def seen(load: Workload, profile: HardwareProfile, backward: float, forward: float = 0.0) -> Workload:
-    """Beside compute of so many times what the CPU alone takes for the update."""
+    """Beside compute that takes a multiple of the CPU's time for the update."""
     alone = makespan(cpu_only(load), load, profile)
     return dataclasses.replace(load, backward_s=backward * alone, forward_s=forward * alone)
 
 
 def situations() -> Iterator[tuple[str, HardwareProfile, Workload, float]]:
-    """Name, machine, what is to be updated with how much memory, and what more than the best may be taken."""
+    """Name, machine, workload with its memory, and the factor of the best time that is allowed."""
     for name, share, backward in itertools.product(MACHINES, (0.0, 0.2), (0.0, 0.5)):
         load = work(60, size=10**8, peak_free_bytes=share * 60 * 12e8, update_free_bytes=5 * 12e8)
         yield "slots of their own", MACHINES[name], seen(load, MACHINES[name], backward), 1.01
@@ -226,7 +228,7 @@ def test_subgroups_on_disk_are_spread_evenly(share: float) -> None:
 @pytest.mark.parametrize("name", ["h100", "gh200", "rtx_3090_desktop"])
 @pytest.mark.parametrize(("share", "slots", "resident"), [(0.1, 0, 0.0), (0.25, 4, 0.1), (0.95, 8, 0.1)])
 def test_steps_in_either_order_are_near_the_bound(name: str, share: float, slots: int, resident: float) -> None:
-    """Each step begins with what the last one has left in windows, and has the other order."""
+    """Each step begins with the state that the last one has left in windows, and has the other order."""
     profile = dataclasses.replace(MACHINES[name], disk_read_bandwidth_duplex=2.1e9, disk_write_bandwidth_duplex=1.4e9)
     free = {"peak_free_bytes": 60 * resident * 12e8, "update_free_bytes": slots * 12e8}
     load = with_disk(work(60, size=10**8, **free), (1 - share) * 60 * 12e8, windows=4, reverses=True)
@@ -257,7 +259,7 @@ def test_planner_returns_the_last_plan_until_something_changes() -> None:
 
 
 def test_a_kept_plan_follows_host_memory() -> None:
-    """Only where state rests: what is updated where remains, as long as it is good enough."""
+    """Only the places where state rests: placements remain, as long as they are good enough."""
     profile, planner = MACHINES["h100"], AdaptivePlanner(tolerance=math.inf)
     load = with_disk(work(60, size=10**7, peak_free_bytes=10 * 12e7), 30 * 12e7)
     first = settle(planner, load, profile)
@@ -377,7 +379,7 @@ def best_with(load: Workload, profile: HardwareProfile) -> list[float]:
 
 @given(with_saved_tensors())
 @settings(max_examples=40)
-def test_what_leaves_is_as_good_as_nothing_and_all(case: tuple[Workload, HardwareProfile]) -> None:
+def test_the_saved_tensors_that_move_are_as_good_as_none_and_all(case: tuple[Workload, HardwareProfile]) -> None:
     stay, leave, best = best_with(*case)
     assert best <= 1.02 * min(stay, leave)
 
@@ -404,3 +406,28 @@ def test_part_of_the_saved_tensors_leaves_where_links_have_room_for_a_part() -> 
     )
     stay, leave, part = best_with(load, MACHINES["h100"])
     assert part < min(stay, leave) / 1.3
+
+
+def test_no_iteration_runs_a_plan_that_is_worse_than_one_that_was_simulated() -> None:
+    """Half of the state fits, and saved tensors may make room for more."""
+    load = SubgroupLoad.of(67_638, format_of("bfloat16"))
+    groups = tuple(SavedTensors(598_277, (i + 1) / 25, 1 - i / 25) for i in range(24))
+    workload = Workload(
+        (load,) * 24,
+        forward_s=0.15,
+        backward_s=0.3,
+        peak_free_bytes=12 * load.state_bytes,
+        shared_free_bytes=12 * load.state_bytes,
+        activations=groups,
+        activation_host_bytes=15 * 598_277,
+    )
+    node = MACHINES["h100"].replace(copy_latency_s=0.0, launch_latency_s=0.0)
+    node = dataclasses.replace(node, host_bandwidth=node.host_bandwidth / 2)
+    profile = node.scaled(24 * load.state_bytes / 0.3 / node.h2d_bandwidth)
+    planner, seconds = AdaptivePlanner(), list[float]()
+    while not planner.settled:
+        plan = planner(workload, profile)
+        seconds.append(makespan(plan, workload, profile, Scope.beside(workload)))
+        planner.learn()
+    assert len(seconds) > 3, "the search takes several iterations"
+    assert all(after <= before for before, after in itertools.pairwise(seconds)), seconds

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState, Task, arriving, leaving, schedule, schedule_step, staged
+from perfmodel.schedule import schedule, schedule_step
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
+from perfmodel.tasks import SubgroupState, Task, arriving, leaving, staged
 from perfmodel.workload import SavedTensors
 from tests.support.machines import machine, work
 from tests.support.schedules import found, lines
@@ -129,7 +130,7 @@ def test_without_a_slot_state_goes_home_to_be_updated_with_offloaded_gradients()
     ]
 
 
-def test_what_is_under_way_is_not_issued_again() -> None:
+def test_transfers_under_way_are_not_issued_again() -> None:
     """All gradients of the first have left, half of the second; state of the third is in a slot."""
     begun = (
         Task(Op.PREFETCH, Stream.PREFETCH, 2, 144, (), 0),
@@ -159,7 +160,7 @@ def test_what_is_under_way_is_not_issued_again() -> None:
     ]
 
 
-def test_the_host_fetches_what_it_lacks_of_the_parameters() -> None:
+def test_the_host_fetches_parameters_that_it_lacks() -> None:
     """With the gradient, after one that has left, beside an offloaded one; an update on the device has them."""
     begun = (Task(Op.GRADIENT, Stream.GRADIENT, 1, 24),)
     finds = [
@@ -234,7 +235,7 @@ def test_a_step_that_finds_all_as_planned_is_the_plan(scope: Scope) -> None:
 
 
 def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
-    """Three of five, in reverse, while backward uses what was saved two places later; its next piece waits for them."""
+    """Three of five, in reverse, while backward uses tensors saved two places later; its next piece waits for them."""
     saved = tuple(SavedTensors(12, share, 1 - share) for share in (0.2, 0.4, 0.6, 0.8, 1.0))
     load = dataclasses.replace(work(2, 15, forward_s=1.0, backward_s=1.0), activations=saved)
     whole = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
@@ -281,7 +282,7 @@ def test_state_that_had_to_leave_its_window_is_read_again_once_it_is_written() -
     assert write in read.after
 
 
-def test_windows_take_turns_whenever_the_turn_of_what_they_held_comes() -> None:
+def test_windows_take_turns_whenever_the_turn_of_their_state_comes() -> None:
     """State that was in windows is written once it is updated, and no window waits while another is used again."""
     plan = Plan((R,) * 6 + (C,) * 9, tuple(range(15)), 0, on_disk=frozenset(range(6, 15)))
     finds = [*[found(DEVICE)] * 6, *[found(HOST)._replace(window=i) for i in range(3)], *[found(Tier.DISK)] * 6]

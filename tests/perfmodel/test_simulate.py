@@ -11,8 +11,8 @@ from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, run_tasks, shared_rates
 from perfmodel.policies import cpu_only, stride
-from perfmodel.schedule import Schedule
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
+from perfmodel.tasks import Schedule
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
@@ -47,7 +47,7 @@ def test_streams_take_turns_on_a_link() -> None:
     assert [s.name for s in timeline.on(Lane.D2H)] == ["gradient 0", "flush 3", "gradient 1", "gradient 2"]
 
 
-def test_saved_tensors_interrupt_what_has_begun() -> None:
+def test_saved_tensors_interrupt_copies_of_state() -> None:
     copies = (Stream.PREFETCH, 3.0, 1.0, ()), (Stream.PARAMETER, 1.0, 1.0, ()), (Stream.RESTORE, 2.0, 1.0, (0,))
     start, end = run_tasks([(Stream.COMPUTE, 1.0, 0.0, ()), *copies], machine())
     assert start == pytest.approx([0, 0, 5, 1])
@@ -96,7 +96,7 @@ def test_host_bandwidth_is_shared() -> None:
     assert timeline.on(Lane.CPU)[0].end == pytest.approx(32 + (312 - 288) / 18, rel=1e-6)
 
 
-def test_ranks_and_traffic_factor_reduce_what_the_cpu_gets() -> None:
+def test_ranks_and_traffic_factor_reduce_the_cpus_bandwidth() -> None:
     alone = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0))
     shared = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0, ranks_per_host=4))
     remote = makespan(cpu_only(work(1)), work(1), machine(host_bandwidth=56.0, cpu_traffic_factor=4.0))

@@ -53,7 +53,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_starts_at_0_with_the_forward_before_it(tmp_path: Path) -> None:
-    """A viewer drops what comes before 0."""
+    """A viewer drops spans before 0."""
     early = [Span(Lane.D2H, Op.GRADIENT, 1, -1.0, -0.5), UPDATE]
     assert Timeline.of(early).chrome_trace()["traceEvents"][5]["ts"] == 0  # type: ignore[index]
     around = (Span(Lane.GPU, Op.FORWARD, None, -3.0, -2.0), Span(Lane.GPU, Op.BACKWARD, None, -2.0, 0.0))

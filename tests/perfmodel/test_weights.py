@@ -1,4 +1,4 @@
-"""Weights of blocks that stream: their fetches, what an update needs of them, their memory, and the bound."""
+"""Weights of blocks that stream: their fetches, their updates, their memory, and the bound."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from perfmodel.policies import cpu_only, resident, spilled, static_ratio, stride
 from perfmodel.schedule import schedule, schedule_micro_batch, schedule_step
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import Simulator, exposed, makespan, simulate
-from perfmodel.workload import SIZES, BlockLoad, SavedTensors, peak_room
+from perfmodel.workload import SIZES, WEIGHT_WINDOW, BlockLoad, SavedTensors, peak_room
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
 from tests.support.schedules import found, lines
@@ -79,7 +79,7 @@ def test_blocks_are_fetched_while_the_one_before_computes() -> None:
 
 
 def test_an_update_finds_weights_at_home_or_moves_them_there() -> None:
-    """On the CPU nothing is copied, not even what it lacked elsewhere; state that leaves takes them with it."""
+    """On the CPU nothing is copied, not even parameters that it lacks; state that leaves takes weights with it."""
     finds = [
         found(state, HOST, 12, 24, stale_bytes=24)._replace(streams=True) for state in (HOST, HOST, DEVICE, DEVICE)
     ]
@@ -116,7 +116,6 @@ def models(draw: st.DrawFn) -> tuple[Plan, Workload]:
         blocks=tuple(blocks),
         forward_s=draw(st.sampled_from([0.5, 10.0])),
         backward_s=draw(st.sampled_from([1.0, 20.0])),
-        weight_window=draw(st.integers(1, 3)),
         micro_batches=draw(st.integers(1, 4)),
         activations=draw(saved_tensors(200)),
     )
@@ -129,9 +128,19 @@ def models(draw: st.DrawFn) -> tuple[Plan, Workload]:
 
 
 def test_a_frozen_block_that_backward_does_not_reach_is_fetched_for_the_next_forward() -> None:
-    load = offloaded(work(1, 10), blocks=(BlockLoad(50, 0, 0),), forward_s=0.5, backward_s=1.0, weight_window=1)
+    load = offloaded(work(1, 10), blocks=(BlockLoad(50, 0, 0),), forward_s=0.5, backward_s=1.0)
     made = schedule(Plan((C,), (0,), slots=0), load, Scope(Phase.OVERLAPPED, Phase.OVERLAPPED))
     assert [task.size for task in made.tasks if task.op is Op.WEIGHTS] == [50]
+
+
+def test_slots_are_filled_as_backward_frees_memory_where_blocks_are_frozen() -> None:
+    """The first of two as the first piece of backward ends, which is a frozen block's; the second half way."""
+    blocks = BlockLoad(24, 0, 1), BlockLoad(24, 1, 2), BlockLoad(24, 2, 2), BlockLoad(24, 2, 2)
+    load = offloaded(work(2), blocks=blocks, backward_s=4.0, peak_free_bytes=48.0, update_free_bytes=4 * 144.0)
+    made = schedule(Plan((S, S), (0, 1), 2), load, Scope(Phase.OVERLAPPED))
+    pieces = [number for number, task in enumerate(made.tasks) if task.op is Op.BACKWARD]
+    fetches = [task.after for task in made.tasks if task.op is Op.PREFETCH]
+    assert [pieces.index(after[0]) for after in fetches] == [0, 1]
 
 
 @given(models(), st.sampled_from(["updated", "serial", "a micro-batch"]))
@@ -154,7 +163,7 @@ def test_weights_are_there_when_a_block_computes_and_never_more_than_the_window_
         at = dict(zip(pieces, itertools.accumulate(made.tasks[number].size for number in pieces), strict=True))
         assert max(at.values()) == stops[-1]
         again = op is Op.FORWARD and (kind != "a micro-batch" or frozen)
-        there = 0 if again else load.weight_window
+        there = 0 if again else WEIGHT_WINDOW
         for b in sorted(range(len(load.blocks)), reverse=op is Op.BACKWARD):
             parts = range(load.blocks[b].start, load.blocks[b].stop) or (~b,)
             if b not in plan.blocks_on_device and parts[0] in sizes:
@@ -166,7 +175,7 @@ def test_weights_are_there_when_a_block_computes_and_never_more_than_the_window_
     assert [made.tasks[n].size for n in fetches] == [load.blocks[uses[place][0]].nbytes for place in fetched]
     for place, fetch in zip(fetched, fetches, strict=True):
         assert all(starts[n] >= ends[fetch] - 1e-9 for n in uses[place][1])
-        for _, before, _ in uses[: max(0, place - load.weight_window + 1)]:
+        for _, before, _ in uses[: max(0, place - WEIGHT_WINDOW + 1)]:
             assert all(starts[fetch] >= ends[n] - 1e-9 for n in before)
 
 
@@ -228,8 +237,8 @@ def test_bad_blocks() -> None:
         dataclasses.replace(load, blocks=load.blocks[::-1])
     with pytest.raises(ValueError, match="need offloaded gradients, found returned_bytes=0"):
         dataclasses.replace(work(2), blocks=load.blocks)
-    with pytest.raises(ValueError, match="weight_window must be 1 or more, found 0"):
-        dataclasses.replace(load, weight_window=0)
+    with pytest.raises(ValueError, match="micro_batches must be 1 or more, found 0"):
+        dataclasses.replace(load, micro_batches=0)
     for b in (-1, 2):
         with pytest.raises(ValueError, match=r"the plan keeps blocks .* on the device, the workload has 2"):
             simulate(Plan((C, C), (0, 1), 0, blocks_on_device=frozenset({b})), load, machine())

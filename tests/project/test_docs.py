@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dos import DOSAdam
 from experiments.bench import decisions
-from perfmodel.footprint import host_footprint
+from perfmodel.footprint import HostBytes
+from perfmodel.format import format_of
 from perfmodel.planner.main import command_line
 from tests.support import ROOT, pages
 from tests.support.messages import messages, plain
@@ -83,7 +84,7 @@ def test_the_bytes_per_parameter_are_the_planners(name: str) -> None:
         state_format = re.sub("split.*", "", kind.split("`")[0]) or None
         for dtype in values.split(", "):
             width = 4 if dtype == "float32" else 2
-            host = host_footprint(10**6, width, values=dtype, state_format=state_format)
+            host = HostBytes.of(10**6, format_of(dtype, state_format=state_format), accelerated=True)
             expected = [2 * width, width, host.state / 10**6, host.total / 10**6]
             assert [float(cell) for cell in found[:4]] == pytest.approx(expected, abs=3e-3), row
 

@@ -32,7 +32,7 @@ def work(n: int = 4, size: int = 12, **fields: float) -> Workload:
 
 
 def with_disk(load: Workload, host_free_bytes: float, windows: int = 2, *, reverses: bool = False) -> Workload:
-    """The same with so much host memory for state, of which each subgroup takes its state's bytes."""
+    """The workload with host memory for state, of which each subgroup takes the bytes of its state."""
     loads = tuple(dataclasses.replace(each, host_bytes=each.state_bytes) for each in load.subgroups)
     fields = {"host_free_bytes": host_free_bytes, "windows": windows, "reverses": reverses}
     return dataclasses.replace(load, subgroups=loads, **fields)  # type: ignore[arg-type]

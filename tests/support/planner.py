@@ -1,4 +1,4 @@
-"""What the planner is asked, and its answers, each made once."""
+"""Questions to the planner, and its answers, each made once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def question(numel: float = 7e9, machine: str = "h100", **settings: Any) -> Ques
 
 
 def asked(*arguments: str) -> tuple[Question, list[str]]:
-    """What the command line asks, and how it was understood; nothing is planned."""
+    """The question of a command line, and how it was understood; nothing is planned."""
     return question_of(command_line().parse_args(arguments))
 
 
@@ -63,7 +63,7 @@ def text(line: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def parsed(printed: str) -> dict[str, Any]:
-    """What a program reads that parses the output."""
+    """The output as a program reads it."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

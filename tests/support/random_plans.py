@@ -13,7 +13,7 @@ from perfmodel.workload import SavedTensors
 
 @st.composite
 def saved_tensors(draw: st.DrawFn, nbytes: int) -> tuple[SavedTensors, ...]:
-    """Saved tensors of any sizes, up to so many bytes each, saved and due at any times."""
+    """Saved tensors of any sizes up to a limit, saved and due at any times."""
     sizes = draw(st.lists(st.integers(1, nbytes), max_size=8))
     shares = st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)).map(sorted)
     return tuple(map(SavedTensors, sizes, draw(shares), reversed(draw(shares))))

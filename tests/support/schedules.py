@@ -1,11 +1,11 @@
-"""Schedules as text, and what a step finds."""
+"""Schedules as text, and states that a step finds."""
 
 from perfmodel.plan import Tier
-from perfmodel.schedule import Schedule, SubgroupState
+from perfmodel.tasks import Schedule, SubgroupState
 
 
 def lines(made: Schedule) -> list[str]:
-    """One for each task: number, what, stream, size, what it waits for, slot."""
+    """One for each task: number, operation, stream, size, tasks that it waits for, slot."""
     names = []
     for number, task in enumerate(made.tasks):
         subgroup = "" if task.subgroup is None else f" {task.subgroup}"

@@ -20,8 +20,9 @@ from experiments.training import UPDATE
 from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
-from perfmodel.schedule import MOVES, SubgroupState, Task, leaving, schedule_step
+from perfmodel.schedule import schedule_step
 from perfmodel.simulate import serve
+from perfmodel.tasks import MOVES, SubgroupState, Task, leaving
 
 BLOCKS = 4
 """Of the model: in forward, what the training itself holds changes with each."""

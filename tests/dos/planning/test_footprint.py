@@ -14,7 +14,8 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.footprint import host_footprint
+from perfmodel.footprint import HostBytes
+from perfmodel.format import format_of
 from perfmodel.planner.main import main
 from tests.support.devices import Pinning
 from tests.support.training import bits
@@ -22,9 +23,9 @@ from tests.support.training import bits
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def kept(dtype: torch.dtype) -> dict[str, Any]:
-    """What tells `host_footprint` of two types as wide as each other."""
-    return {"state_format": "float32"} if dtype == torch.float16 else {}
+def on_paper(numel: int, dtype: torch.dtype, **settings: Any) -> HostBytes:
+    """Host memory of parameters on an accelerator, as `HostBytes` counts it."""
+    return HostBytes.of(numel, format_of(str(dtype).removeprefix("torch."), **settings), accelerated=True)
 
 
 def trained(
@@ -55,7 +56,7 @@ def test_host_memory_of_an_optimizer_to_the_byte(
     optimizer, numel = trained(
         device, dtype, micro_batches, policy="cpu", offload_gradients=offload_gradients, **settings
     )
-    expected = host_footprint(numel, dtype.itemsize, **settings, **kept(dtype)).total
+    expected = on_paper(numel, dtype, **settings).total
     assert device.made == expected
     assert optimizer.metrics()["host_held_bytes"] == expected
 
@@ -73,7 +74,7 @@ def test_state_that_is_on_the_device_takes_no_host_memory_until_it_leaves(
     optimizer, numel = trained(device, dtype, steps=3, policy=policy, **settings)
     assert device.made == 0
     assert len(optimizer.state.items()) == 3, "reading brings it home"
-    assert device.made == host_footprint(numel, dtype.itemsize, **settings, **kept(dtype)).state
+    assert device.made == on_paper(numel, dtype, **settings).state
 
 
 def test_host_memory_is_made_for_what_leaves() -> None:
@@ -84,7 +85,7 @@ def test_host_memory_is_made_for_what_leaves() -> None:
     optimizer = DOSAdam([parameter], policy=0.5, subgroup_size=page, device=device)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert device.made == host_footprint(2 * page, 4).total
+    assert device.made == on_paper(2 * page, torch.float32).total
 
 
 @pytest.mark.parametrize(("dtype", "offload_gradients"), [(DTYPES[0], True), (DTYPES[1], False), (DTYPES[2], True)])
@@ -94,9 +95,7 @@ def test_state_that_never_leaves(dtype: torch.dtype, offload_gradients: bool) ->
     optimizer, numel = trained(device, dtype, policy="resident", **settings)
     reference, _ = trained(Pinning(), dtype, policy="cpu", **settings)
     held = device.usage().held
-    assert (
-        held == host_footprint(numel, dtype.itemsize, **kept(dtype)).state == optimizer.metrics()["memory_held_bytes"]
-    )
+    assert held == on_paper(numel, dtype).state == optimizer.metrics()["memory_held_bytes"]
     state = {p: entry["exp_avg_sq"] for p, entry in optimizer.state.items()}
     assert device.usage().held == held, "reading gives what is on the device"
     assert device.made == (numel * dtype.itemsize if offload_gradients else 0)
@@ -133,11 +132,3 @@ def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsy
     model(tokens, tokens).backward()
     optimizer.step()
     assert answer["host"]["all_ranks"] == answer["host"]["per_rank"] == device.made
-
-
-def test_sizes_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="numel must be 0 or more, found -1"):
-        host_footprint(-1, 2)
-    with pytest.raises(ValueError, match=r"value_bytes must be 2 .bfloat16, float16. or 4 .float32., found 8"):
-        host_footprint(1, 8)
-    assert host_footprint(0, 2).total == 0

@@ -18,9 +18,10 @@ from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
 from perfmodel.hardware import RATES, HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.policies import cpu_only, static_ratio, stride
-from perfmodel.schedule import Schedule, Task, schedule
+from perfmodel.schedule import schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
+from perfmodel.tasks import Schedule, Task
 from tests.support.clock import compares_with_a_clock
 from tests.support.training import FAST, ended_steps, loss_of, mlp, plan_anew, profile, train
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.rules.adamw import LEAST_CODED, can_be_coded
-from perfmodel.footprint import host_footprint
-from perfmodel.format import BLOCK, scale_shape
+from perfmodel.footprint import HostBytes
+from perfmodel.format import BLOCK, format_of, scale_shape
 from tests.support.training import FAST, everything, maker, plan_anew
 
 CODED = {"exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
@@ -120,7 +120,8 @@ def test_host_memory_to_the_byte(dtype: torch.dtype) -> None:
     optimizer = DOSAdam([parameter], state_format="int8", policy="cpu", device=EmulatedDevice(FAST, 10**8))
     optimizer.step()
     numel = parameter.numel()
-    footprint = host_footprint(numel, dtype.itemsize, state_format="int8")
+    state = format_of(str(dtype).removeprefix("torch."), state_format="int8")
+    footprint = HostBytes.of(numel, state, accelerated=True)
     assert optimizer.metrics()["host_held_bytes"] == footprint.total
     if dtype is torch.bfloat16:
         assert (footprint.total - footprint.gradient_staging) / numel == 6.0625

@@ -19,7 +19,7 @@ from dos.state.device_store import DeviceStore
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
-from perfmodel.schedule import Schedule, Task
+from perfmodel.tasks import Schedule, Task
 from tests.support.devices import Unreliable
 from tests.support.random_plans import RandomPlans
 from tests.support.training import backward, bits, ended_steps, mlp, plan_anew

@@ -64,6 +64,32 @@ def test_state_on_disk(policy: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     assert run(0) == run(2) == run(None)
 
 
+class Attention(nn.Module):
+    """Blocks that read the weights of a module which never runs: torch's attention does so with its projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.first = nn.Linear(24, 32)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).unsqueeze(0)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [700, 5000])
+def test_blocks_with_weights_that_are_read_past_their_modules(policy: Any, size: int) -> None:
+    def run(weights: Any) -> list[bytes]:
+        model = Attention()
+        return trained(model, weights, policy=policy, subgroup_size=size, profile=FAST)
+
+    assert run(0) == run(2) == run("auto") == run(None)
+
+
 class Layers(nn.Module):
     """Large enough for some subgroups of whole pages."""
 

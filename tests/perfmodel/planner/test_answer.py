@@ -1,4 +1,4 @@
-"""The planner: what fits, what is expected, what would help; against the optimizer on emulated machines."""
+"""The planner: memory, times, changes that would help; against the optimizer on emulated machines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_memory_is_added_up() -> None:
     assert apart.shared_free_bytes > apart.peak_free_bytes, "the update has the memory of activations"
 
 
-def test_zero_divides_what_its_stage_says() -> None:
+def test_each_stage_of_zero_divides_more() -> None:
     whole, *stages = (Situation(question(ranks=4, zero=zero)) for zero in range(4))
     assert [s.host.total * 4 for s in stages] == [whole.host.total] * 3
     assert [s.device.gradients / whole.device.gradients for s in stages] == [1, 0.25, 0.25]
@@ -111,7 +111,7 @@ def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
     assert found["CPU"].seconds > found["best"].seconds > found["adaptive"].seconds
 
 
-def test_what_would_help_is_planned_anew() -> None:
+def test_changes_that_would_help_are_planned_anew() -> None:
     asked = question(chosen_size=175_000_000)
     found = {lever.change: lever.outcome for lever in levers(asked, adaptive_outcome(Situation(asked)))}
     more = asked.replace(device_bytes=asked.device_bytes + 8 * GIB)
@@ -214,8 +214,8 @@ def test_a_device_that_is_too_small() -> None:
 @pytest.mark.parametrize("host_gib", [64, 131, None])
 @pytest.mark.parametrize("settings", [{"checkpointing": False, "batch": 4}, {"offload_gradients": True}], ids=str)
 @pytest.mark.parametrize("machine", ["rtx_4090_desktop", "a100_bound"])
-def test_what_is_proposed_fits(machine: str, settings: dict[str, Any], host_gib: int | None) -> None:
-    """Every proposal has been asked anew, host memory included; what is not true yet says so."""
+def test_proposals_fit(machine: str, settings: dict[str, Any], host_gib: int | None) -> None:
+    """Every proposal has been asked anew, host memory included, and fits."""
     asked = question(machine=machine, **settings, host_bytes=host_gib and host_gib * GIB, chosen_size=175_000_000)
     found = list(proposals(asked).values())
     assert found == [] or not Situation(asked).fits
@@ -226,7 +226,7 @@ def test_what_is_proposed_fits(machine: str, settings: dict[str, Any], host_gib:
     assert [remedy.effect for remedy in found] == sorted(remedy.effect for remedy in found)
 
 
-def test_what_changes_no_result_is_proposed_before_what_does() -> None:
+def test_proposals_that_change_no_result_come_first() -> None:
     """A larger host, a disk and then 8-bit moments come before steps of one sequence, which is other training."""
     most = [*proposals(question(**DESKTOP, host_bytes=128 * GIB))]
     assert most == ["with --offload-gradients --weights auto", "with --offload-gradients"]
@@ -274,7 +274,7 @@ def test_saved_tensors_leave_a_share_or_as_much_as_pays() -> None:
 
 
 def test_a_host_that_is_too_small() -> None:
-    """The constructor's sum, less what the system and the processes take."""
+    """The constructor's sum, less the memory of the system and the processes."""
     needed = 2 * 14 * 7 * 10**9
     enough = needed + SYSTEM_BYTES + 2 * PROCESS_BYTES
     assert Situation(question(ranks=2, host_bytes=enough)).fits

@@ -1,4 +1,4 @@
-"""The planner with a disk: what is in which of the three tiers, how long that takes, and what it writes."""
+"""The planner with a disk: state in three tiers, the time that takes, and the bytes that are written."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_three_tiers_have_all_state_and_none_has_more_than_its_room(
         assert sum(work.subgroups[i].state_bytes for i in on_disk) <= situation.disk_per_rank
 
 
-def test_state_that_does_not_fit_on_the_host_is_on_disk_but_what_the_device_has() -> None:
+def test_state_that_fits_neither_host_nor_device_is_on_disk() -> None:
     assert HOST in Situation(question(disk_bytes=None)).lacking
     found, larger = answer(ON_DISK), Situation(question(host_bytes=96 * GIB))
     best, bound = found["policies"][-1], found["bound"]
@@ -117,7 +117,7 @@ def test_drives_read_and_write_in_turns_or_at_once(duplex: float, seconds: float
     assert disk_s(4.0, 10.0, machine(**rates)) == pytest.approx(seconds)
 
 
-def test_json_says_what_the_disks_are_written() -> None:
+def test_json_has_the_bytes_written_to_disks() -> None:
     found = answer(ON_DISK)
     disk, best = found["disk"], found["policies"][-1]
     assert disk["fits"]
@@ -136,7 +136,7 @@ def test_json_says_what_the_disks_are_written() -> None:
     assert answer("--params 1e9 --machine h100")["disk"] is None
 
 
-def test_the_text_says_what_is_where_and_how_long_the_disks_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_the_places_of_state_and_how_long_the_disks_last(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(text(ON_DISK, capsys).split())
     rests = r"The optimizer state takes [\d.]+ GiB on the GPU and [\d.]+ GiB on the host and [\d.]+ GiB on disk, as"
     assert re.search(rests, shown)

@@ -1,4 +1,4 @@
-"""Forward and backward layer by layer: what is hidden behind compute, and what is not."""
+"""Forward and backward layer by layer: transfers that hide behind compute, and those that do not."""
 
 from __future__ import annotations
 
@@ -13,28 +13,33 @@ PASSES = st.builds(Pass, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS)
 LAYERS = st.integers(1, 40)
 
 
-def test_in_forward_only_the_first_gather_is_seen() -> None:
-    assert forward_s(Pass(compute=8, gather=4), 4) == pytest.approx(1 + 8)
-    assert forward_s(Pass(compute=4, gather=8), 4) == pytest.approx(8 + 1), "or all but the last layer's compute"
-    assert forward_s(Pass(compute=8, gather=4, up=4), 4) == pytest.approx(1 + 1 + 8)
+@pytest.mark.parametrize(
+    ("whole", "updated", "seconds"),
+    [
+        (Pass(compute=8, gather=4), 0, 1 + 8),  # only the first gather is seen,
+        (Pass(compute=4, gather=8), 0, 8 + 1),  # or all but the last layer's compute
+        (Pass(compute=8, gather=4, up=4), 0, 1 + 1 + 8),
+        (Pass(compute=2, up=4, gather=4), 0, 1 + 4 + 0.5),  # copies and gathers overlap
+        (Pass(compute=4, up=4), 40, 40 + 1 + 1),  # a layer waits for its update
+        (Pass(compute=40, up=4), 4, 1 + 1 + 40),
+    ],
+)
+def test_forward_of_four_layers(whole: Pass, updated: float, seconds: float) -> None:
+    assert forward_s(whole, 4, updated) == pytest.approx(seconds)
 
 
-def test_in_backward_the_first_gather_and_the_last_reduction() -> None:
-    assert backward_s(Pass(compute=8, gather=2, reduce=4), 4) == pytest.approx(0.5 + 8 + 1)
-    exchanged = backward_s(Pass(compute=4, gather=8, reduce=8), 4)
-    assert exchanged == pytest.approx(16), "never waits for compute, gathers two layers before it reduces one"
-    assert backward_s(Pass(compute=8, reduce=4, replicate=8, down=4), 4) == pytest.approx(2 + 1 + 8 + 1)
-
-
-def test_in_backward_copy_and_gather_follow_each_other() -> None:
-    """Written out: a layer's begin, a second of copying, one of gathering, the next layer's begin."""
-    assert backward_s(Pass(compute=2, up=4, gather=4), 4) == pytest.approx(4 * (1 + 1) + 0.5)
-    assert forward_s(Pass(compute=2, up=4, gather=4), 4) == pytest.approx(1 + 4 + 0.5), "in forward they overlap"
-
-
-def test_a_layer_waits_for_its_update() -> None:
-    assert forward_s(Pass(compute=4, up=4), 4, updated=40) == pytest.approx(40 + 1 + 1)
-    assert forward_s(Pass(compute=40, up=4), 4, updated=4) == pytest.approx(1 + 1 + 40)
+@pytest.mark.parametrize(
+    ("whole", "seconds"),
+    [
+        (Pass(compute=8, gather=2, reduce=4), 0.5 + 8 + 1),  # the first gather and the last reduction are seen
+        (Pass(compute=4, gather=8, reduce=8), 16),  # never waits for compute, gathers two layers before it reduces one
+        (Pass(compute=8, reduce=4, replicate=8, down=4), 2 + 1 + 8 + 1),
+        # Copy and gather follow each other: a layer's begin, a second of copying, one of gathering, the next begin.
+        (Pass(compute=2, up=4, gather=4), 4 * (1 + 1) + 0.5),
+    ],
+)
+def test_backward_of_four_layers(whole: Pass, seconds: float) -> None:
+    assert backward_s(whole, 4) == pytest.approx(seconds)
 
 
 @given(PASSES, LAYERS)

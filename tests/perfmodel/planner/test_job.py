@@ -1,4 +1,4 @@
-"""Jobs of several GPUs and nodes: who exchanges what, memory, time, and what limits them, on paper."""
+"""Jobs of several GPUs and nodes: collectives, memory, times and limits, on paper."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Watch(TorchDispatchMode):
 @needs_fsdp2
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_volumes_are_fsdp2_s_own(replicas: int) -> None:
-    """Blocks exactly. What the root keeps gathered is gathered once and counted twice, to be cautious."""
+    """Blocks exactly. Weights that the root keeps gathered are gathered once and counted twice, to be cautious."""
     shape, names = ((4,), None) if replicas == 1 else ((2, 2), ("replicate", "shard"))
     with fake_ranks(4):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -130,7 +130,7 @@ def exchanging(fabric: Fabric, **settings: Any) -> Job:
     return Situation(question(ranks=8, nodes=2, fsdp=True, fabric=fabric, **settings)).job
 
 
-def test_the_slowest_link_of_a_ring_counts_and_what_each_link_is_busy_with() -> None:
+def test_the_slowest_link_of_a_ring_counts_and_each_link_is_busy_for_its_part() -> None:
     pcie = H100.h2d_bandwidth_duplex
     nvlink, network = EFFICIENCY * 400 * GB, EFFICIENCY * 100 * GB
     whole, *_ = exchanging(Fabric(400 * GB, 100 * GB)).collectives
@@ -168,7 +168,7 @@ COLLECTIVES_HOLD_UP = {
     "ranks": 8,
     "zero": 0,
 }
-"""Beside its collectives the CPU has no time for what it would gain beside compute alone."""
+"""Beside its collectives the CPU has no time for a share that pays beside compute alone."""
 
 
 @given(JOBS, st.floats(1.01, 100))
@@ -326,7 +326,7 @@ def test_one_rank_is_the_performance_model_alone(drawn: dict[str, Any]) -> None:
 def test_published_runs_over_a_network(nodes: int) -> None:
     """7B on 8 and 16 A100s: one bandwidth explains forward and backward, of both, to 15%.
 
-    It is 6.4 GB/s per node: these runs, by DeepSpeed, got a sixth of what the adapters have.
+    It is 6.4 GB/s per node: these runs, by DeepSpeed, got a sixth of the adapters' bandwidth.
     """
     with RUNS.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["nodes"] == str(nodes)]

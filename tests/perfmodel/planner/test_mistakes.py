@@ -89,6 +89,10 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 7e9 --machine rtx-4090 --ranks 2 --nodes 2 > is not known: pass --network, such as 400Gb
 --params 7e9 --machine h100 --network 400 > argument --network: expected a bandwidth per second such as 400Gb (bits)
 --params 7e9 --machine h100 --interconnect=-9GB > argument --interconnect: expected a bandwidth
+--params 8e9 --machine rtx-4090 --weights auto > without --offload-gradients; add it
+--params 8e9 --machine rtx-4090 --weights auto --offload-gradients --no-attach > with --no-attach; leave that out
+--params 8e9 --machine rtx-4090 --weights auto --offload-gradients --ranks 2 > for one GPU without FSDP2
+--params 8e9 --machine rtx-4090 --weights auto --fsdp --offload-parameters > --fsdp --offload-parameters
 --params 7e9 --machine h100 --disk 2TB > found --disk without --host; add it, such as 128GB
 --params 7e9 --machine h100 --disk-endurance 600TB > of disks that state is on; add --disk, such as 2TB
 --params 7e9 --machine h100 --disk-read 3GB > of disks that state is on; add --disk, such as 2TB
@@ -98,7 +102,7 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 
 
 @pytest.mark.parametrize("line", MISTAKES.strip("\n").splitlines())
-def test_what_a_user_can_get_wrong(
+def test_mistakes_of_users(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments, message = line.split(" > ")

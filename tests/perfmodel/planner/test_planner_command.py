@@ -1,4 +1,4 @@
-"""`python -m perfmodel`: what it prints, about one GPU and about jobs of several."""
+"""`python -m perfmodel`: its output for one GPU and for jobs of several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_7b_model_on_a_desktop() -> None:
     ["--params 7.99e9 --state-format int8 --host 64", "--params 9.794e9 --host 128"],
     ids=["60 of 64 GiB", "127.7 of 128 GiB"],
 )
-def test_what_the_constructor_would_refuse_does_not_fit(settings: str) -> None:
+def test_state_that_the_constructor_would_refuse_does_not_fit(settings: str) -> None:
     """The system and the process take some, too. Memory without a unit is in GB: no machine has 128 bytes."""
     question, _ = asked(*settings.split(), *["--offload-gradients", "--machine", "a100-80", "--checkpointing"])
     situation = Situation(question)
@@ -55,7 +55,7 @@ def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The largest model of the usual shape that fits with these settings: about 3.22B parameters." in shown
 
 
-def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_too_small_where_fused_adamw_needs_none(capsys: pytest.CaptureFixture[str]) -> None:
     short = "--params 1e9 --machine h100 --host 8GiB"
     shown = text(short, capsys)
     assert "11.0 GiB more than there is" in shown
@@ -66,7 +66,9 @@ def test_a_host_too_small_for_what_fused_adamw_does_not_need(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(("stage", "warns"), [("--zero 1", True), ("--zero 2", True), ("--fsdp", False)])
-def test_what_something_else_must_divide_is_said(stage: str, warns: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_state_that_something_else_must_divide_is_said(
+    stage: str, warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = text(f"--params 1e9 --machine h100 --ranks 4 --subgroup-size 1e8 {stage}", capsys)
     assert ("With --zero 1 or 2 something else must divide it" in shown) == warns
     assert warns or shown.startswith("1B parameters in bf16 on 4 GPUs, h100: fits;")
@@ -120,7 +122,7 @@ def test_options_may_be_written_in_several_ways() -> None:
 
 @pytest.mark.parametrize("nested", [False, True], ids=["as saved", "within a configuration"])
 def test_the_folder_of_a_model(nested: bool, tmp_path: Path) -> None:
-    """As `save_pretrained` writes it; of models that also see, what reads and writes text."""
+    """As `save_pretrained` writes it; of models that also see, the part that reads and writes text."""
     seeing = {"model_type": "llava", "text_config": LLAMA_2_7B, "vision_config": {"hidden_size": 1024}}
     (tmp_path / "config.json").write_text(json.dumps(seeing if nested else LLAMA_2_7B))
     question, _ = asked(str(tmp_path), "--machine", "h100", "--trainable", "1%")
@@ -138,8 +140,8 @@ def test_the_folder_of_a_model(nested: bool, tmp_path: Path) -> None:
         "--params 70e9 --machine h100 --fsdp --offload-gradients --accumulation 4",
     ],
 )
-def test_what_is_proposed_can_be_typed(line: str) -> None:
-    """As it is written, behind what was asked, with what it is without left out."""
+def test_proposals_can_be_typed(line: str) -> None:
+    """As it is written, behind the options of the question, without those that it leaves out."""
     found = typed(line).remedies
     assert found
     for remedy in found:
@@ -161,7 +163,7 @@ def test_documented_commands_are_understood_and_the_readmes_fit() -> None:
 
 
 def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) -> None:
-    """If it is not, run the command and paste what it prints."""
+    """If it is not, run the command and paste its output."""
     page = (ROOT / "docs/planning.md").read_text()
     examples = re.findall(r"```\n\$ python -m perfmodel (.*)\n((?:.*\n)*?)```", page)
     assert examples
@@ -263,7 +265,7 @@ def test_a_machine_of_one_s_own(tmp_path: Path) -> None:
         ("--gpu 24e9", "unknown", 24e9 / 2**30),
     ],
 )
-def test_what_is_meant_by_a_machine(machine: str, profile: str, device_gib: float) -> None:
+def test_names_of_machines(machine: str, profile: str, device_gib: float) -> None:
     """A GPU by its name; `24GB` of one as its data sheet says."""
     question, notes = asked("--params", "1e9", "--host", "64GB", *machine.split())
     assert question.profile.name == profile
@@ -274,7 +276,7 @@ def test_what_is_meant_by_a_machine(machine: str, profile: str, device_gib: floa
 
 
 def test_gpus_of_a_data_sheet_alone() -> None:
-    """Their own links and memory; of the host, what is assumed where nothing is known, or a like machine has."""
+    """Their own links and memory; of the host, assumptions, or the figures of a like machine."""
     guesses = HardwareProfile.builtin("unknown")
     for name, card in CARDS.items():
         question, notes = asked("--params", "1e8", "--machine", name, "--dtype", "fp16")
@@ -317,7 +319,7 @@ def test_a_model_by_its_name_on_the_hub(reference: bool, tmp_path: Path, monkeyp
         asked(name, "--machine", "h100")
 
 
-def test_what_is_assumed_of_accumulation_and_the_loss() -> None:
+def test_assumptions_about_accumulation_and_the_loss() -> None:
     several, one, fused = (
         answer(f"--params 1e9 --gpu 24GB{more}") for more in ("", " --no-accumulation", " --fused-loss")
     )

@@ -1,4 +1,4 @@
-"""A transformer's size on paper against published models, formulas of papers, and what PyTorch really holds."""
+"""A transformer's size on paper against published models, formulas of papers, and memory that PyTorch holds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.footprint import DeviceBytes
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.memory import device_footprint
+from perfmodel.planner.memory import DeviceBytes, device_footprint
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from tests.support.planner import LLAMA_2_7B
@@ -108,7 +107,7 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def peaks(
     model: nn.Module, config: dict[str, Any], step: Callable[[], None], **settings: Any
 ) -> tuple[int, DeviceBytes]:
-    """The most memory at once in forward and backward as PyTorch counts it, and what it is on paper."""
+    """The most memory at once in forward and backward as PyTorch counts it, and as it is on paper."""
     tracker_module = pytest.importorskip("torch.distributed._tools.mem_tracker")
     paper = Transformer.from_config(config)
     assert paper.numel == sum(p.numel() for p in model.parameters())
@@ -144,7 +143,7 @@ def test_operations_where_only_the_number_of_parameters_is_known() -> None:
 
 
 @pytest.mark.parametrize(("reentrant", "tied"), [(None, False), (None, True), (True, False), (False, False)])
-def test_operations_are_what_pytorch_counts(reentrant: bool | None, tied: bool) -> None:
+def test_operations_are_those_that_pytorch_counts(reentrant: bool | None, tied: bool) -> None:
     """Of Transformers' Llama. Without reentrance the last product of a block is not repeated."""
     transformers = pytest.importorskip("transformers")
     values = {**SMALL_LLAMA, "tie_word_embeddings": tied}
@@ -171,7 +170,7 @@ def test_operations_are_what_pytorch_counts(reentrant: bool | None, tied: bool) 
     ("dtype", "batch", "vocabulary", "tolerance"),
     [("bf16", 8, 600, 0.10), ("fp32", 1, 600, 0.10), ("bf16", 4, 4000, 0.01)],
 )
-def test_peak_of_transformers_llama_is_what_pytorch_counts(
+def test_peak_of_transformers_llama_is_the_one_that_pytorch_counts(
     dtype: str, batch: int, vocabulary: int, tolerance: float
 ) -> None:
     """All but weights; closer where the vocabulary takes most of the memory, as logits and their loss then do."""
@@ -191,7 +190,7 @@ def test_peak_of_transformers_llama_is_what_pytorch_counts(
 
 
 @pytest.mark.parametrize(("layers", "checkpointing", "batch"), [(3, False, 8), (6, True, 1)])
-def test_peak_of_a_gpt_is_what_pytorch_counts(layers: int, checkpointing: bool, batch: int) -> None:
+def test_peak_of_a_gpt_is_the_one_that_pytorch_counts(layers: int, checkpointing: bool, batch: int) -> None:
     """All but weights to 10%."""
     shape = GPTConfig(layers, width=128, heads=2, context=128, vocabulary=500, checkpointing=checkpointing)
     config = {"n_embd": 128, "n_layer": layers, "n_head": 2, "vocab_size": 500, "n_positions": 128}

@@ -20,7 +20,8 @@ from dos.state.disk import DiskError
 from dos.state.host_store import HostStore
 from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
-from perfmodel.schedule import SubgroupState, schedule_step
+from perfmodel.schedule import schedule_step
+from perfmodel.tasks import SubgroupState
 from tests.support.devices import LateDevice
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
