@@ -297,7 +297,7 @@ class Session:
         if self.attachment is not None:
             tell_autograd(self.ledger.pending)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
-            # Whatever reads weights that stream waits for them: their block, or user code.
+            # All readers of weights that stream wait for them: their block, or user code.
             pending = (r for r in self.ledger.pending if not r.arena.streams)
             self._join([r.parameter for r in pending if id(r.parameter) not in covered])
 

@@ -93,7 +93,7 @@ class WeightHomes:
         return sorted(found, key=lambda each: each[1][1:])
 
     def together(self, order: Iterable[int]) -> list[int]:
-        """Put all parameters of a block where the first of them is. order: their ids, with or without others."""
+        """Return `order`, ids of parameters, with all parameters of a block at the place of its first one."""
         block_of = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
         found = dict[int, None]()
         for parameter in order:

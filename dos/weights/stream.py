@@ -196,8 +196,8 @@ class WeightStream:
             self._use(block, self._next)
             watcher = self._watcher()
             if watcher is not None and block.streams:
-                # Of some no module says that it runs, as where attention reads the weights of its projection. Autograd
-                # is told of their updates now: it would take a later word for a write to what forward has saved.
+                # Some are read without a module that runs, as where attention reads its projection. Their
+                # versions rise now: autograd would take a later rise for a write to tensors that forward has saved.
                 watcher.finish_parameters([m.parameter for m in block.members])
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
