@@ -16,7 +16,7 @@
 namespace dos {
 namespace {
 
-// Rounding to nearest, denormals kept, whatever torch.set_flush_denormal or another library chose for this thread.
+// Sets rounding to nearest and keeps denormals, even if torch.set_flush_denormal or another library chose otherwise.
 class DefaultFloatEnvironment {
  public:
 #if defined(DOS_X86)
@@ -63,7 +63,7 @@ void parallel(int64_t n, int64_t grain, int threads, const F& f) {
 
 constexpr int64_t kGrain = kScaled;  // elements: whole blocks of codes, and cache lines in every dtype
 
-// Calls f(run, begin, end) on shares of the runs. They lie end to end, each as long as whole grains.
+// Calls f(run, begin, end) on shares of all runs laid end to end, each run padded to whole grains.
 template <class F>
 void parallel_over(const AdamRun* runs, int64_t count, int threads, const F& f) {
   const auto length = [](const AdamRun& run) {

@@ -11,9 +11,9 @@
 // rounded down from an even upper half and up from an odd one.
 //
 // With `rest` the master is kept split: `param` is the bfloat16 parameter, and `rest` the lower half.
-// Read as a signed number that is what rounding took away, so the master is (param << 16) + rest, the
+// Read as a signed number, `rest` is the error of rounding, so the master is (param << 16) + rest, the
 // same as above. Both are read, updated as one by the same rule, and written, in the same pass.
-// A parameter that was set to 0 may find a negative rest, of another value; it counts as 0.
+// A parameter that was set to 0 may have a negative rest from an earlier value; it counts as 0.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Python bindings: release the GIL, call. Nothing else. Arrays are addresses, of what dos/kernels/update.py
-// and dos/state/disk/ have checked: exchanging thousands of them would cost more than small updates.
+// Python bindings: release the GIL, and call. Arrays are addresses, which dos/kernels/update.py and
+// dos/state/disk/ have checked: passing thousands of tensors would cost more than small updates.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>

@@ -1,4 +1,4 @@
-// Loops go block by block and ask for the memory of later blocks.
+// Loops work block by block and prefetch the memory of later blocks.
 #pragma once
 
 #include "kernels.h"
@@ -6,12 +6,12 @@
 namespace dos {
 namespace {
 
-// Square roots and divisions fill the window in which the processor would find the next loads by itself, so the loops
-// go block by block and ask for each array's lines ahead of time. Measured best at 64 and 512 elements.
+// Square roots and divisions fill the processor's queue, in which it would find the next loads by itself, so the loops
+// prefetch each array's lines. Measured best at 64 and 512 elements.
 constexpr int64_t kBlock = 64;
 constexpr int64_t kAhead = 512;
 
-// The lines of the block which is kAhead after `block`; past the end of the array this does nothing.
+// Prefetches the lines of the block that is kAhead after `block`; past the end of the array this has no effect.
 template <class T>
 inline void prefetch(const T* array, int64_t block) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(array) + (block + kAhead) * sizeof(T);

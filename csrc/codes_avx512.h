@@ -1,10 +1,10 @@
-// The update of moments in codes, in AVX-512: what compilers make of the loops in kernels.cpp takes
+// The update of moments in codes, in AVX-512: the loops in kernels.cpp, as compilers translate them, take
 // half as long again. The operations are the same, so the results are the same to the bit.
 //
-// The update goes through the elements twice, at a distance of one group: it makes the new moments of
+// The update passes over the elements twice, at a distance of one group: it makes the new moments of
 // a group, and finishes the group before, whose scales are known by then. The two take turns every 32
-// elements, and what needs a root or a quotient comes a while after it, so that the unit which divides
-// and those which do all else work at the same time.
+// elements, and roots and quotients are used some instructions after they were begun, so that the
+// dividing unit and all others work at the same time.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@ namespace dos {
 namespace {
 
 constexpr int64_t kGroup = 4 * kScaled;
-constexpr int64_t kPart = 64;  // the codes of so many elements fill a vector
+constexpr int64_t kPart = 64;  // the codes of this number of elements fill a vector
 
 template <class Grad, class Param, class Out>
 class CodedUpdate {
@@ -39,7 +39,7 @@ class CodedUpdate {
   }
 
  private:
-  // Of one group, from its first pass to its second.
+  // The values of one group, from its first pass to its second.
   struct Moments {
     alignas(64) float means[kGroup], roots[kGroup];
     alignas(64) uint32_t drawn[kGroup];
@@ -47,7 +47,7 @@ class CodedUpdate {
     __mmask16 finite[4];
   };
 
-  // Makes moments of elements `k` to `end` of the group, and finishes those of the group before it.
+  // Makes the moments of elements `k` to `end` of the group, and finishes the same elements of the group before it.
   template <bool kMake, bool kFinish>
   DOS_INLINE void pass(int64_t group, int64_t k, int64_t end, Moments& __restrict now,
                        const Moments& __restrict before) {
@@ -162,7 +162,7 @@ class CodedUpdate {
     }
   }
 
-  // Of the blocks whose moments were made.
+  // Computes the scales of the blocks whose moments were made.
   void scales(int64_t first, int64_t blocks, Moments& now) {
     alignas(16) uint32_t means[4], roots[4];
     alignas(16) float mean_scales[4], root_scales[4];

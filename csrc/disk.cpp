@@ -22,12 +22,12 @@ constexpr int kLanes = 8;
 constexpr int64_t kBlock = 4096, kRows = kBlock / (8 * kLanes);
 constexpr uint64_t kSum = 0x9E3779B185EBCA87, kPlaces = 0xC2B2AE3D27D4EB4E, kMix = 0xD6E8FEB86659FD93;
 
-// Compilers vectorise the loops over lanes; there are no products within a block, because older processors have no
-// vectors of these.
+// Compilers vectorise the loops over lanes. A block has no products, because older processors have no vectors of 64-bit
+// products.
 //
-// In a block each lane adds up its words, and its sums so far, in which a word counts by its place. One changed word is
-// always noticed: it changes the two sums by d and k * d, and kSum + k * kPlaces is odd; what follows is invertible. A
-// word is folded first, or two changes of its highest bit could cancel in both.
+// In a block each lane adds up its words, and its sums so far, in which a word counts by its place. One changed word
+// always changes the checksum: it changes the two sums by d and k * d, and kSum + k * kPlaces is odd; later operations
+// are invertible. A word is folded first, else two changes of its highest bit could cancel in both.
 uint64_t checksum(const std::byte* bytes, int64_t nbytes) {
   std::array<uint64_t, kLanes> lanes{};
   for (const std::byte* end = bytes + nbytes; bytes < end; bytes += kBlock) {
@@ -50,7 +50,7 @@ uint64_t checksum(const std::byte* bytes, int64_t nbytes) {
   return all;
 }
 
-// 0, or errno; -1 where the file ends.
+// Returns 0, or errno; -1 where the file ends.
 int move(bool write, const Request& request, int64_t& done) {
   while (done < request.nbytes) {
     std::byte* const address = request.address + done;
@@ -61,7 +61,7 @@ int move(bool write, const Request& request, int64_t& done) {
     if (moved < 0) return errno;
     struct stat file;
     done += moved;
-    // Direct I/O cannot go on from where a file ends within a block: EINVAL would hide why.
+    // Direct I/O cannot continue where a file ends within a block: EINVAL would hide the reason.
     if (!write && moved < rest && !fstat(request.fd, &file) && file.st_size < request.offset + request.nbytes) return -1;
     if (moved == 0) return EIO;
   }

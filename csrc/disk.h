@@ -14,19 +14,19 @@ struct Request {
   int64_t nbytes;  // a multiple of 4096
 };
 
-// The first request that failed, -1 if none, how many of its bytes were done, and why: errno, or 0 where a file ended.
+// The first request that failed, -1 if none, the number of its bytes done, and errno, or 0 where a file ended.
 struct Failure {
   int64_t request;
   int64_t done;
   int error;
 };
 
-// Reads or writes `count` requests on up to `threads` threads, in their order as threads come to them; none is begun
-// after one has failed. checksums[i] is that of the bytes of request i. The memory must not change meanwhile.
+// Reads or writes `count` requests on up to `threads` threads. Threads take them in order, and begin none after one has
+// failed. checksums[i] is the checksum of the bytes of request i. The memory must not change meanwhile.
 Failure transfer(bool write, const Request* requests, int64_t count, int threads, uint64_t* checksums);
 
-// To what offsets, sizes and addresses of direct I/O on this file must be aligned, in bytes, as far as it is known: 1
-// where the system does not tell, 0 where the file is in memory or cannot be read directly.
+// Returns the alignment of offsets, sizes and addresses of direct I/O on this file, in bytes: 1 where the system does
+// not tell, 0 where the file is in memory or cannot be read directly.
 int64_t direct_alignment(int fd);
 
 }  // namespace dos

@@ -1,4 +1,4 @@
-// How parameters, gradients and moments are kept, and how they become numbers.
+// The stored types of parameters, gradients and moments, and their conversions to float.
 // All in an unnamed namespace, for the reason that kernels.cpp gives.
 #pragma once
 
@@ -19,10 +19,10 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-// Which NaN comes out of an operation on two NaNs depends on the operand order that the compiler chose.
+// The result of an operation on two NaNs depends on the operand order that the compiler chose.
 inline float canonical(float x) { return x == x ? x : float_of(0x7FC00000u); }
 
-// Conversions: load gives a float, store takes a canonical one and rounds to nearest, ties to even.
+// Conversions: load returns a float, store takes a canonical one and rounds to nearest, ties to even.
 struct Float32 {
   using Stored = float;
   static float load(float x) { return x; }
@@ -42,7 +42,7 @@ struct BFloat16 {
     const uint32_t bits = bits_of(x), last = bits & 0x1FFFFu;
     return float_of(bits - (last == 0x08000u ? 1u : 0u) + (last == 0x18000u ? 1u : 0u));
   }
-  // As store, for what is no tie, in fewer operations.
+  // As store, for values that are no ties, in fewer operations.
   static uint16_t store_off_tie(float x) { return static_cast<uint16_t>((bits_of(x) + 0x8000u) >> 16); }
 };
 
@@ -110,7 +110,7 @@ struct Codes {
 
   static constexpr uint32_t kSpread = 0x9E3779B1u;
 
-  // 16 bits that say where rounding goes up, from the new moments, the step, and the place in the block.
+  // 16 random bits for rounding up or down, from the new moments, the step, and the place in the block.
   static uint16_t draw(float mean, float square, uint32_t salt) {
     return static_cast<uint16_t>(((bits_of(mean) ^ bits_of(square) ^ salt) * kSpread) >> 16);
   }
@@ -130,11 +130,11 @@ struct Codes {
       root_scales[b] = finite ? float_of(roots[b]) * (1.0f / 256) : float_of(kNan);
     }
   }
-  // How many 128ths and 4096ths of a level there are in 1; none where the scale is 0 or NaN.
+  // The number of 128ths and 4096ths of a level in 1; 0 where the scale is 0 or NaN.
   static float mean_factor(float scale) { return inverse(scale, 128); }
   static float root_factor(float scale) { return inverse(scale, 4096); }
 
-  // Writes codes and scales of what the update made of some blocks, which are `means` and the `roots` of the squares.
+  // Writes codes and scales of the new moments of some blocks: `means`, and the `roots` of the squares.
   static void encode(int64_t blocks, const float* __restrict means, const float* __restrict roots,
                      const uint16_t* __restrict drawn, int8_t* __restrict mean_codes, float* __restrict mean_scales,
                      uint8_t* __restrict root_codes, float* __restrict root_scales) {
@@ -149,7 +149,7 @@ struct Codes {
         continue;
       }
       // Levels in 128ths and in 4096ths, rounded to nearest, then down or up to a level. Adding 1.5 * 2**23
-      // leaves what is below 1 to the rounding, and the number in the lowest bits.
+      // rounds away the fraction, and has the number in the lowest bits.
       const float mean_to_parts = mean_factor(mean_scales[b]), root_to_parts = root_factor(root_scales[b]);
       uint16_t parts[kScaled];
       uint32_t levels[kScaled];
@@ -179,7 +179,7 @@ struct Codes {
   static constexpr float kShift = 0x1.8p23f;
   static constexpr uint32_t kZero = 0x4B400000u >> 12;  // a level of 0 after the shift; its lowest byte is 0
 
-  // The bits of the largest magnitude, which are in the order of the magnitudes, any NaN above them.
+  // The bits of the largest magnitude. Bits sort as magnitudes do, any NaN above all.
   template <uint32_t kMask>
   static uint32_t largest(const float* __restrict values) {
     uint32_t most = 0;

@@ -1,5 +1,5 @@
-// The formulas. In AVX-512, for split masters and codes, the commonest case is written once more, in
-// the headers of that name, because compilers make it slow.
+// The formulas. The headers named avx512 have the commonest case of split masters and codes once more, because
+// compilers make it slow.
 //
 // The compiler vectorises these loops; vector body and scalar tail agree because every operation is
 // correctly rounded and none may be contracted or reordered (-ffp-contract=off, no -ffast-math).
@@ -111,7 +111,7 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
             param[i] = nan ? 0x7FC0u : BFloat16::store_off_tie(p);
             rest[i] = static_cast<int16_t>(nan ? 0u : bits_of(p));
           } else {
-            // Before canonical: after it, compilers make two cases of everything here, at twice the time.
+            // Before canonical: after it, compilers compile two cases of all statements here, at twice the time.
             if constexpr (__is_same(Out, BFloat16)) p = BFloat16::off_tie(p);
             p = canonical(p);
             param[i] = Param::store(p);
@@ -155,7 +155,7 @@ double sum_of_squares_range(const void* src_, int64_t begin, int64_t end) {
   return lanes[0];
 }
 
-// From dtypes to types.
+// Selects the kernel for dtypes.
 template <class F>
 auto with_type(DType type, F&& f) {
   switch (type) {

@@ -38,7 +38,7 @@ class Team {
     }
     started_.notify_all();
     share(work, 0, count);
-    // The others began when they woke up, so they end a little later: sooner than this thread would wake up again.
+    // The other threads began when they woke up, so they end a little later, but sooner than this thread would wake up.
     const auto asleep = std::chrono::steady_clock::now() + kPatience;
     while (running_.load(std::memory_order_acquire) && std::chrono::steady_clock::now() < asleep) {
     }
@@ -47,7 +47,7 @@ class Team {
   }
 
  private:
-  // Returns how many there are now, this thread included, but no more than wanted.
+  // Returns the number of threads now, this one included, but no more than wanted.
   int grow(int wanted) {
     sigset_t all, before;
     sigfillset(&all);
@@ -92,8 +92,8 @@ class Team {
   std::vector<std::thread> threads_;
 };
 
-// Of one thread. A forked child has none of the team's threads, and nobody knows in what state its lock is: the child
-// lets go of the team as it is.
+// The team of one thread. A forked child has none of the team's threads, and the state of its lock is not known: the
+// child leaks the team as it is.
 class Owner {
  public:
   ~Owner() {

@@ -1,9 +1,9 @@
 // Threads that share a loop with the thread that calls them, and sleep between loops.
 //
-// A thread that has run a parallel region of OpenMP leaves workers that spin for milliseconds. Where another thread opens
+// A thread that has run a parallel region of OpenMP leaves workers that spin for milliseconds. If another thread opens
 // regions, they compete for the cores: after an update on a thread of ours, steps of AdamW(fused=True) on the main one
-// took four to eight times as long. So threads of ours use a team that sleeps. On the main thread OpenMP is better: there
-// the workers that spin are torch's and ours in one.
+// took four to eight times as long. So threads of ours use a team that sleeps. On the main thread OpenMP is better:
+// torch and this code share its spinning workers.
 #pragma once
 
 namespace dos {
@@ -12,8 +12,8 @@ using Share = void (*)(const void* work, int index, int count);
 
 bool on_main_thread();
 
-// Calls share(work, index, count) for each index below count, the first on this thread. Fewer, count with them, if no
-// more threads can be had.
+// Calls share(work, index, count) for each index below count, index 0 on this thread. If the system starts fewer
+// threads, `count` is smaller.
 void run_on_team(int count, Share share, const void* work);
 
 }  // namespace dos

@@ -1,5 +1,5 @@
-// The formula of kernels.cpp in AVX-512, operation for operation, for what compilers make slower
-// than it need be. Without amsgrad, without decay of weights in the gradient, for beta1 above 0.5.
+// The formula of kernels.cpp in AVX-512, operation for operation, for the case that compilers make slower
+// than it need be: without amsgrad, without decay of weights in the gradient, for beta1 above 0.5.
 #pragma once
 
 #include "blocks.h"
@@ -35,7 +35,7 @@ struct Step {
       minus_step_size;
 };
 
-// With a split master and moments in float. Updates whole blocks of kBlock and returns where they end.
+// Updates whole blocks of kBlock with a split master and moments in float; returns their end.
 template <class Grad>
 int64_t update_split(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
   const auto* grad = static_cast<const typename Grad::Stored*>(arrays.grad);

@@ -21,14 +21,14 @@ DOS_INLINE __m512 float_of(__m512i x) { return _mm512_castsi512_ps(x); }
 DOS_INLINE __m512i upper_half(__m512i x) { return _mm512_srli_epi32(x, 16); }
 DOS_INLINE __m128i load16(const void* bytes) { return _mm_loadu_si128(static_cast<const __m128i*>(bytes)); }
 
-// A constant of which the compiler does not know what it is, so that it does not make it anew where it is needed.
+// A constant whose value the compiler does not know, so that it keeps the register and does not make it anew.
 DOS_INLINE __m512i kept(__m512i x) {
   asm("" : "+v"(x));
   return x;
 }
 
-// Packing and unpacking work within each quarter of a vector, so they deal elements out to two vectors in fours.
-// So that elements are in order, its parts of 64 bits change places before and after.
+// Packing and unpacking work within each quarter of a vector, and distribute elements to two vectors in fours. The
+// 64-bit parts of a vector change places before and after, so that elements stay in order.
 DOS_INLINE Two joined(__m512i lower, __m512i upper) {
   return {float_of(_mm512_unpacklo_epi16(lower, upper)), float_of(_mm512_unpackhi_epi16(lower, upper))};
 }
@@ -40,7 +40,7 @@ DOS_INLINE __m512i in_order(__m512i halves) {
 }
 DOS_INLINE Two dealt(Two x) { return {_mm512_shuffle_f32x4(x.a, x.b, 0x88), _mm512_shuffle_f32x4(x.a, x.b, 0xDD)}; }
 
-// Any NaN becomes the canonical one, all else stays.
+// Makes any NaN the canonical one.
 DOS_INLINE __m512 canonical(__m512 x) {
   return _mm512_fixupimm_ps(all(canonical(__builtin_nanf(""))), x, all(0x11111100u), 0);
 }

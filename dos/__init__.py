@@ -7,4 +7,4 @@ from dos.optimizer import DOSAdam
 __all__ = ["DOSAdam", "EmulatedDevice", "__version__", "fold_clipping"]
 
 __version__ = "0.1.0"
-"""The one place where it stands; pyproject.toml reads it from here."""
+"""The package's version; pyproject.toml reads it from here."""

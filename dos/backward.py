@@ -1,4 +1,4 @@
-"""Backward on the accelerator: counts gradients, and sends those to the host that the step will use there."""
+"""Backward on the accelerator: counts gradients, and sends to the host the gradients that the step uses there."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from perfmodel import Op, Placement, Plan, Workload
 
 
 class Wanted(NamedTuple):
-    """The plan by which backward sends gradients. subgroups: those whose gradients the host updates from.
+    """The plan by which backward sends gradients.
 
-    facts: for which it was made.
+    subgroups: the subgroups that the host updates. facts: the facts for which the plan was made.
     """
 
     plan: Plan | None
@@ -54,13 +54,13 @@ class Backward:
     weights: of the model's blocks, if they stream. now: the iteration that runs.
     attached: whether updates run on into a model's forward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
-    steps: that were issued.
+    steps: the number of steps issued.
     """
 
     # One iteration: the first gradient asks for a plan (`_look_ahead`). Each is counted, and sent if the plan wants it
-    # on the host (`send`); in the second half of backward state comes to slots, for the peak of memory is over.
-    # `step()` makes the plan that counts, uses what was sent and still holds, cancels the rest, and `begin` ends the
-    # iteration.
+    # on the host (`send`); in the second half of backward state is prefetched to slots, because the peak of memory is
+    # over. `step()` makes the plan that counts, uses the gradients and state that are still valid, cancels all other
+    # transfers, and `begin` ends the iteration.
     def __init__(
         self, device: Device, registry: Registry, ledger: Ledger, policy: Policy, options: Options, guard: Guard
     ) -> None:
@@ -68,7 +68,7 @@ class Backward:
         self.attached = self.replays = False
         self.weights: WeightHomes | None = None
         self._streams: list[WeightStream] = []
-        streams = self._streams  # the monitor asks what they hold, and this would be a cycle
+        streams = self._streams  # a local, because the monitor's lambda must not refer to `self`: a cycle
         self.steps = 0
         if options.disk:
             registry.homes.open_disk(device, options.disk)  # before the ledger, which takes the stores that there are
@@ -88,8 +88,7 @@ class Backward:
             pooled=lambda: activations.pool.nbytes,
         )
         ledger.ended = self.decisions.learn
-        # Weak: the monitor asks the activations what is away, and a cycle would leave device memory to the garbage
-        # collector.
+        # Weak: the monitor refers to the activations, and a cycle would leave device memory to the garbage collector.
         activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
         if self.decisions.follows_memory:
             activations.runs_short = weakref.WeakMethod(self.decisions.memory.runs_short)
@@ -100,20 +99,20 @@ class Backward:
         self._micro_batches = 1
 
     def facts(self) -> Facts | None:
-        """The facts as they are now; None if no subgroup is on the device."""
+        """Return the facts as they are now; None if no subgroup is on the device."""
         subgroups = self._registry.accelerated
         if not subgroups:
             return None
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
-        # Of weights that stay now, too: another plan may let them stream.
+        # Also of weights that stay on the device now, because another plan may let them stream.
         beside, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
         backward_s, weight_bytes = pace.backward.seconds, 0
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes
             weights["micro_batches"] = count = max(1, self._micro_batches)
-            # For fetches compute is beside whatever becomes of gradients.
+            # Fetches overlap with compute wherever gradients are used.
             backward_s = max(0.0, pace.both.seconds / count - pace.forward.seconds)
-            # They have all left for the host, and come up again for updates on the device.
+            # All gradients were offloaded, and return for updates on the device.
             loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in loads)
         workload = Workload(
             loads,
@@ -125,41 +124,41 @@ class Backward:
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
             **host_limits(self._registry.homes, subgroups, loads, attached=self.attached),
         )
-        # A plan that does not follow memory says what it takes.
+        # A plan that does not follow memory takes the memory that it says.
         beside_forward = self.attached and self.decisions.follows_memory
         return Facts(workload, reverse=self.steps % 2 == 1, beside_forward=beside_forward)
 
     def stream_weights(self, weights: WeightHomes) -> None:
-        """Plan the weights of these blocks with the state; backward asks for those that it reads."""
+        """Plan the weights of these blocks with the state; backward fetches the weights that it reads."""
         self.weights, self._streams[:] = weights, [weights.stream]
         self.activations.weights = weights.stream
 
     def _stalls(self) -> Sequence[tuple[Mark, Mark]]:
-        """The caller's waits for saved tensors and weights since this was asked last."""
+        """Return the caller's waits for saved tensors and weights since the last call of this."""
         weights = () if self.weights is None else self.weights.stream.stalls()
         self.now.waits += [Wait(before, after) for before, after in weights]
         return (*self.activations.stalls(), *weights)
 
     def decide(self, facts: Facts) -> Plan:
-        """The plan for these facts. Raises ValueError or TypeError if the policy's is none, or can never run."""
+        """Return the plan for these facts. Raises ValueError or TypeError if it is no plan, or can never run."""
         plan = self.decisions.decide(facts, self.now)
         check_slots(plan, self._registry.accelerated, self.decisions.memory.reading.memory.total)
         return plan
 
     def stays(self, parameter: Tensor) -> bool:
-        """Count a gradient that backward has just written and that no step wants on the host; False for any other.
+        """Count a gradient that backward has just written if no step uses it on the host; return False for any other.
 
-        Most are such where much is resident. Called without the optimizer's lock.
+        Where much state is resident, most gradients are of this kind. Called without the optimizer's lock.
         """
         record = self._registry.record(parameter)
         if record is None:
             return False
-        # Without holding Ctrl-C back, which takes microseconds at each of many gradients: a wrong count does no harm.
+        # Ctrl-C is not held back, which would take microseconds for each gradient: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted, _ = self._wanted
             if plan is None or self.may_change(record):
                 return False
-            # From here on each gradient may be the one at which there is room for slots, which `send` fills.
+            # From here on there may be memory for slots at any gradient, which `send` fills.
             if plan.slots and self.departures.past_half:
                 return False
             if wanted and any(subgroup in wanted for subgroup, _ in self._registry.places[record]):
@@ -169,10 +168,10 @@ class Backward:
             return True
 
     def count(self) -> None:
-        """Backward has made another gradient: look at the memory, always at the first and at the last.
+        """Count another gradient of backward, and sample the memory, always at the first gradient and at the last.
 
-        Backward peaks at one or the other, and a peak that is not seen is room for state that is not there. The last is
-        that of last time; at first, when all parameters have one.
+        Backward peaks at one of them, and a peak that is not sampled would count as room for state. The last one is
+        known from the iteration before; in the first iteration it is the one at which all parameters have a gradient.
         """
         now = self.now
         now.gradients += 1
@@ -185,22 +184,25 @@ class Backward:
             self.decisions.memory.enter(Op.BACKWARD)
 
     def may_change(self, record: ParameterRecord) -> bool:
-        """Whether this record's gradients may change after backward's hooks. FSDP2 calls them when all is reduced."""
+        """Return whether this record's gradients may change after their hooks.
+
+        DDP reduces gradients after the hooks, FSDP2 before them.
+        """
         return self.replays or (self.now.travels and not record.sharded)
 
     def is_final(self, record: ParameterRecord) -> bool:
-        """Whether the gradient that backward has just written is the one that the step will use, and may be sent."""
+        """Return whether the step will use the gradient that backward has just written, so that it may be sent."""
         parameter, gradient = record.parameter, record.leaf.grad
         if not record.arena.accelerated or self.may_change(record):
             return False
         if record.sharded and not same_layout(gradient, parameter):
             return False  # the step redistributes it first
-        return gradient is None or gradient.layout is torch.strided  # the step refuses others
+        return gradient is None or gradient.layout is torch.strided  # the step refuses other layouts
 
     def send(self, record: ParameterRecord, gradient: Tensor | None = None) -> None:
-        """Send a gradient to where this iteration's plan wants it, and perhaps fetch state.
+        """Send a gradient to where this iteration's plan wants it, and fetch state to slots in the second half.
 
-        gradient: the tensor that the parameter's will be made of, where `p.grad` is not that yet.
+        gradient: the tensor of which the parameter's gradient will be made, where `p.grad` does not have it yet.
         """
         if self._wanted.plan is None:
             self._look_ahead()
@@ -218,18 +220,18 @@ class Backward:
             self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
 
     def _look_ahead(self) -> None:
-        """Decide as if the step came now, for gradients and state to move by."""
+        """Decide as if the step came now; gradients and state move by this plan until then."""
         try:
             facts = self.facts()
             plan = None if facts is None else self.decide(facts)
         except (TypeError, ValueError):
-            return  # the step raises it
+            return  # the step raises the error
         if facts is None or plan is None:
             return
         subgroups, stores = self._registry.accelerated, self._ledger.stores
         ran_out = self.decisions.memory.forecast.ran_out_lately
-        # State may only come into room that saved tensors have already made in this forward.
-        # Nor may it come where weights are yet that the plan moves home.
+        # The plan counts memory as free that saved tensors and weights may still take: state is fetched only when the
+        # saved tensors of this forward have moved to the host and the blocks that the plan moves have moved home.
         makes_room = plan.activation_bytes <= self.activations.leaving and (
             self.weights is None or self.weights.staying() <= plan.blocks_on_device
         )
@@ -237,12 +239,12 @@ class Backward:
             self._ledger.fetch_residents(plan, subgroups, facts.left(plan, stores.device.resident_bytes))
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
-        # The memory through which gradients travel is made in step(), never here.
+        # Only step() makes the staging of gradients: pinning memory here would stop the backward.
         staged = frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup))
         self._wanted = Wanted(plan, staged, facts)
 
     def _spare(self) -> float:
-        """Bytes that slots may take before backward has ended."""
+        """Return the bytes that slots may take before backward has ended."""
         plan, _, facts = self._wanted
         assert plan is not None, "slots are the plan's"
         assert facts is not None, "the plan follows from them"
@@ -250,7 +252,7 @@ class Backward:
         return min(left, self.decisions.memory.spare_in_backward())
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
-        """Note where the caller's work has come to the call of `step()`, for the iteration and the pace."""
+        """Mark the call of `step()` in the caller's work, for the iteration and the pace."""
         if self.weights is not None:
             self._micro_batches = self.weights.stream.take_forwards()
         now = self.now
@@ -260,8 +262,8 @@ class Backward:
         now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
-        # Saved tensors and weights go before state on the links, and the part of the host that updates of parameters
-        # there take is not measured.
+        # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
+        # and the share of the host that updates of parameters there take is not measured.
         now.alone = not now.moves and all(subgroup.arena.accelerated for subgroup in updates)
 
     def issue(self, prepared: Prepared) -> None:
@@ -278,14 +280,14 @@ class Backward:
         self.now = Iteration(self.device, self.now)
 
     def abandon(self) -> None:
-        """Cancel what backward has begun; the step sends everything anew."""
+        """Cancel the transfers that backward has begun; the step sends everything anew."""
         self._ledger.abandon()
         self.departures.forget()
 
     def forget(self, records: Sequence[ParameterRecord]) -> None:
-        """Release what is held for parameters that were replaced, with all of their arenas."""
+        """Forget parameters that user code has replaced, with all of their arenas."""
         arenas = {record.arena for record in records}
-        # Copies may still read and write memory of these parameters.
+        # First, because copies may still read and write memory of these parameters.
         self.abandon()
         self._ledger.forget(s for s in self._registry.accelerated if s.arena in arenas)
         self.departures.forget_records(records)
@@ -294,7 +296,7 @@ class Backward:
     def end(self, *, skipped: bool) -> None:
         """End the iteration: its step was issued or skipped, and gradients from now on belong to the next one."""
         if skipped:
-            self._ledger.cancel_slots()  # the next forward needs the memory more
+            self._ledger.cancel_slots()  # no step releases the slots, and the next forward needs the memory more
         self.departures.finish()
         self._wanted = _NOT_ASKED
         self._gradients_before = self.now.gradients

@@ -21,10 +21,10 @@ from perfmodel.format import CODED_KEYS, REST_KEY, STATE_KEYS
 
 @dataclass
 class _Conversion:
-    """One parameter's state, as far as the checkpoint has it in another format.
+    """One parameter's tensors of state that the checkpoint has in another format.
 
-    read: what the checkpoint has, by its names. written: what is made of that.
-    like: a tensor in the parameter's shape and placement. left: transfers into `read` that have not ended.
+    read: tensors for the checkpoint's values, by its names. written: the tensors that are computed from them.
+    like: a tensor in the parameter's shape and placement. left: the number of reads into `read` that have not ended.
     """
 
     read: dict[str, Tensor]
@@ -40,10 +40,10 @@ class LoadPlanner(DefaultLoadPlanner):
         torch.distributed.checkpoint.load(state, checkpoint_id="checkpoint", planner=LoadPlanner())
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
-    What was saved and what is loaded may be DOSAdam's, with any ``state_format``, ``master_weights`` and ``amsgrad``,
-    or AdamW's, on any number of ranks. Masters that the checkpoint does not have become the parameters. Beside the
-    state there is, for the time of the load, memory for each tensor that is converted. Takes the arguments of
-    ``DefaultLoadPlanner``, and serves one load. Raises as that does for what the checkpoint has in no format.
+    The saved and the loading optimizer may each be DOSAdam, with any ``state_format``, ``master_weights`` and
+    ``amsgrad``, or AdamW, on any number of ranks. Masters that the checkpoint does not have are set to the parameters.
+    During the load each tensor that is converted takes memory beside the state. Takes the arguments of
+    ``DefaultLoadPlanner``, and serves one load. Raises as that does for state that the checkpoint has in no format.
     """
 
     def set_up_planner(
@@ -68,11 +68,11 @@ class LoadPlanner(DefaultLoadPlanner):
             self._plan_conversion(prefix, entry, there)
 
     def _plan_conversion(self, prefix: str, entry: dict[str, Tensor], saved: set[str]) -> None:
-        """Have what is missing in the checkpoint made of what it has instead."""
+        """Plan to read the tensors that the checkpoint has, and to compute from them the ones that it lacks."""
         written = {key: value for key, value in entry.items() if key not in saved}
         among_saved = dict.fromkeys(saved, True)
         if any(moment not in saved and not has_codes(among_saved, moment) for moment in CODED_KEYS):
-            return  # which the default planner reports
+            return  # the default planner raises an error for it
         comes = MAX_KEY in saved and MAX_KEY not in entry
         if not written and not comes:
             return
@@ -106,7 +106,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     self._convert(read_item.dest_index.fqn.rpartition(".")[0])
 
     def _conversion_of(self, item: ReadItem) -> _Conversion | None:
-        """That for which this is read, if any."""
+        """Return the conversion for which this item is read, if any."""
         prefix, _, key = item.dest_index.fqn.rpartition(".")
         conversion = self._conversions.get(prefix)
         return conversion if conversion is not None and key in conversion.read else None

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 
 
 class Phase(enum.Enum):
-    """Where one optimizer is in its iteration. What is in flight is the ledger's: a queued step runs in any phase."""
+    """The phase of one optimizer's iteration. Transfers in flight are the ledger's: a queued step runs in any phase."""
 
     IDLE = "no gradient has been reported since the last step"
     BACKWARD = "backward has reported gradients for the step to come"
@@ -38,7 +38,7 @@ class Phase(enum.Enum):
     BROKEN = "a change failed part way, so parameters and state do not match"
 
 
-UNBROKEN = (Phase.IDLE, Phase.BACKWARD, Phase.PREPARED)  # an exception may give a prepared step up
+UNBROKEN = (Phase.IDLE, Phase.BACKWARD, Phase.PREPARED)  # an exception before the commit ends a step in PREPARED
 ANY = (*UNBROKEN, Phase.BROKEN)
 ENTRIES: dict[str, tuple[Phase, ...]] = {}
 """The phases that each entry point accepts, by its name; docs/architecture.md shows them as a table."""
@@ -48,7 +48,7 @@ Method = Callable[Concatenate[Any, _P], _T]
 
 
 def entry(*accepted: Phase) -> Callable[[Method[_P, _T]], Method[_P, _T]]:
-    """Decorate an entry point of a session: `exclusive`, and called in one of these phases only."""
+    """Decorate an entry point of a session: it is `exclusive`, and may be called in these phases only."""
 
     def decorate(method: Method[_P, _T]) -> Method[_P, _T]:
         ENTRIES[method.__name__.strip("_")] = accepted
@@ -58,13 +58,13 @@ def entry(*accepted: Phase) -> Callable[[Method[_P, _T]], Method[_P, _T]]:
 
 
 def exclusive(method: Method[_P, _T]) -> Method[_P, _T]:
-    """Of an object with a `_lock`: its methods that are exclusive run in one thread at a time, and wholly.
+    """Decorate a method of an object with a `_lock`: it runs in one thread at a time, and to its end.
 
-    If Ctrl-C came meanwhile, they raise KeyboardInterrupt at their end: it could leave Python's own locks, those of
-    futures too, locked for ever, and end a change part way. The second Ctrl-C takes effect at once, for what hangs.
-    Where a program handles SIGINT in its own way, and in threads other than the main one, which Ctrl-C does not reach,
-    nothing is done about it.
-    In torch.inference_mode, too, they make ordinary tensors: other threads could not write to those of that mode.
+    Ctrl-C raises KeyboardInterrupt only when the method ends: earlier it could leave locks of Python and of futures
+    locked for ever, and end a change part way. The second Ctrl-C takes effect at once, in case the method hangs.
+    Where a program has its own handler of SIGINT, and in threads other than the main one, which Ctrl-C does not reach,
+    signals are left alone.
+    The method makes ordinary tensors even in torch.inference_mode, whose tensors other threads could not write to.
     """
     return _holding(method, ())
 
@@ -114,13 +114,15 @@ _LOAD = "build the optimizer anew, and load saved state of the model and of the 
 
 
 class Guard:
-    """Of one optimizer.
+    """The lock and the phase of one optimizer.
 
-    lock: held by the thread that calls the optimizer; hooks may come from several threads at once.
+    lock: held by the thread that calls the optimizer; several threads may run hooks at once.
     phase: of the optimizer; its session sets it.
-    steps: that have begun to change parameters; complete: those of them that are known to have ended as they should.
-    working: what has threads of its own. `drain` returns when nothing of that is in flight, before a fork; `after_fork`
-        renews the threads in the child; `finish` returns when all has ended, before the interpreter does.
+    steps: the number of steps that have begun to change parameters; complete: of them, the number known to have
+        succeeded.
+    working: objects with threads of their own. `drain`, before a fork, returns when no work of theirs is in flight;
+        `after_fork` renews the threads in the child; `finish` returns when the threads have ended, before the
+        interpreter does.
     """
 
     def __init__(self) -> None:
@@ -139,7 +141,7 @@ class Guard:
         return self.phase in (Phase.BROKEN, Phase.COMMITTING)
 
     def check(self) -> None:
-        """Raise RuntimeError if a change did not come to its end."""
+        """Raise RuntimeError if a change failed part way."""
         if self.broken:
             raise RuntimeError(
                 f"the optimizer is in an undefined state: step {self.complete} was the last complete one, and a change "
@@ -147,16 +149,16 @@ class Guard:
             )
 
     def failure(self, error: BaseException) -> RuntimeError:
-        """The error to raise for one in the middle of a step; from now on the phase is BROKEN."""
+        """Return the error to raise for an error in the middle of a step; from now on the phase is BROKEN."""
         self.phase = Phase.BROKEN
-        cause = str(error) or type(error).__name__  # such as MemoryError, which says nothing
+        cause = str(error) or type(error).__name__  # MemoryError, for one, has no text
         return RuntimeError(
             f"the optimizer step failed part way ({cause}), and step {self.complete} was the last complete one; {_LOAD}"
         )
 
     @contextlib.contextmanager
     def change(self) -> Iterator[None]:
-        """Surround a change that must happen wholly, in a call that is `exclusive`. If it raises, all is `broken`."""
+        """Surround a change that must not end part way, in an `exclusive` call. If it raises, all is `broken`."""
         before, self.phase = self.phase, Phase.COMMITTING
         yield  # without a handler: an exception leaves the phase, by which the next call knows
         if self.phase is Phase.COMMITTING:  # a lane that failed meanwhile has set BROKEN
@@ -165,23 +167,24 @@ class Guard:
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 renewed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Further objects with threads or locks of their own; a forked child, which inherits none, calls `renew` of each."""
+"""Further objects with threads or locks of their own; a forked child inherits no threads, and calls `renew` of each."""
 _forking = threading.RLock()
 _held: list[Guard] = []
-"""The guards whose lock the thread has that forks."""
+"""The guards whose lock the forking thread has."""
 
 
 def _before_fork() -> None:
     """Wait until no thread is in a call, and nothing is in flight.
 
-    Else a child, such as a data loader's worker, could have parameters of a step that is half done, which no thread
-    there completes, and locks that no thread there releases.
+    Else a child, such as a data loader's worker, could have parameters of half a step, which no thread of the child
+    completes, and locks that no thread of the child releases.
     """
-    # Two threads that fork at once would each hold locks of optimizers for which the other waits.
+    # Two threads that fork at once would each hold locks of optimizers for which the other waits: a deadlock.
     _forking.acquire()
     for guard in list(_guards):
         guard.lock.acquire()
         _held.append(guard)
+    # Not before the locks are taken: a call of another thread could begin work after the drain.
     for each in all_working():
         each.drain()
 
@@ -194,6 +197,7 @@ def _after_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _after_fork()
+    # Executors of the parent have no threads here: a job that is submitted to one would wait for ever.
     for each in all_working():
         each.after_fork()
     for each in list(renewed):
@@ -201,7 +205,7 @@ def _after_fork_in_child() -> None:
 
 
 def all_working() -> list[Any]:
-    """The objects with threads of their own, of all optimizers."""
+    """Return the objects with threads of their own, of all optimizers."""
     return [each for guard in list(_guards) for each in list(guard.working)]
 
 
@@ -212,19 +216,19 @@ _ended = threading.Event()
 
 
 def main_thread_ended() -> bool:
-    """Whether the main thread has ended, after which executors start no more work; other threads may run on."""
+    """Return whether the main thread has ended. Executors start no more work then; other threads may run on."""
     return _ended.is_set()
 
 
 def on_own_thread() -> bool:
-    """Whether this runs on one of our threads, which would wait for itself."""
+    """Return whether this runs on one of our threads, which would wait for itself."""
     return threading.current_thread().name.startswith("dos-")
 
 
 def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
-    """Run the work on a thread; at once where threads take no more, as in atexit handlers: what they had has ended.
+    """Run the work on a thread, or here where threads take no more work, as in atexit handlers.
 
-    Raises what the work raises only in that case.
+    Then their earlier work has ended, and the work's exception is raised here; else the future has it.
     """
     if not main_thread_ended():
         return thread.submit(work)
@@ -234,21 +238,22 @@ def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
 
 
 def _finish_all() -> None:
-    # First: hooks on other threads look at it, and submit nothing behind what is waited for below.
+    # First, because hooks on other threads read it: they submit nothing behind the work that is waited for below.
     _ended.set()
+    # The interpreter unmaps memory after this, to which copies and updates in flight would still write.
     for each in all_working():
         each.finish()
 
 
 # Work in flight ends before executors shut down at the interpreter's exit. Handlers run in the reverse order of their
-# registration, and the import of concurrent.futures.thread above has registered theirs.
+# registration, and the import of concurrent.futures.thread above has registered the one of executors.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 _FOLDERS = tuple(f"{Path(file).parent}/" for file in (__file__, torch.__file__))
 
 
 def warn(message: str) -> None:
-    """Warn, as of the innermost line that is neither this package's nor torch's."""
+    """Warn, and name the innermost line that is neither this package's nor torch's."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDERS):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""DOSAdam: AdamW whose state is where it is cheapest. A shell; the work is done in the modules it imports."""
+"""DOSAdam: AdamW whose state is where it is cheapest. A shell over the modules that it imports."""
 
 from __future__ import annotations
 
@@ -75,22 +75,21 @@ class DOSAdam(Optimizer):
             ``"float32"``: all masters whole, with the same result. ``"int8"``: ``exp_avg`` and ``exp_avg_sq`` in 8 bits
             each, for parameters of at least 4,096 elements that are whole blocks of 128; results then differ from
             AdamW's (docs/formats.md has the evidence).
-        offload_gradients: free each gradient on the accelerator once it is on the host, during backward, and add
-            gradients of further micro-batches to it there, to the bit as autograd adds them to ``p.grad``. ``p.grad``
-            is then None, and each ``step()`` consumes the gradients; use ``zero_grad``, ``grad_norm`` and
-            ``clip_grad_norm_`` of this class, or ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot
-            see them.
+        offload_gradients: move each gradient to the host during backward, and add gradients of further micro-batches to
+            it there, to the bit as autograd adds them to ``p.grad``. ``p.grad`` is then None, and each ``step()``
+            consumes the gradients; use ``zero_grad``, ``grad_norm`` and ``clip_grad_norm_`` of this class, or
+            ``torch.nn.utils.clip_grad_norm_``. Not with GradScaler, which cannot see them.
         memory_budget: device memory for optimizer state. None: the memory that is free at the peak of the iteration and
             during the update, by NVML and the caching allocator, less 2% of the device. An int limits it to that many
-            bytes, a float to that share of the device's memory. A function is called in each iteration and replaces all
-            of this: state may use the bytes that it returns, for which the caller is responsible.
-        memory_interval: seconds between samples of free memory by a thread, for memory that others take and free again
-            within an iteration. None: samples only in backward and around the update.
+            bytes, a float to that share of the device's memory. A function is called in each iteration and replaces
+            these measurements: state may use the bytes that it returns, for which the caller is responsible.
+        memory_interval: seconds between samples of free memory by a thread, for memory that other programs take and
+            release within an iteration. None: samples only in backward and around the update.
         disk: a folder, or several that are used at once, for state that exceeds ``host_memory`` (docs/disk.md). It is
             read and written in each step. The files are removed when the process ends, after a crash by the next
             process that uses the folder. Only for parameters on an accelerator.
         host_memory: bytes of host memory for optimizer state, including buffers for gradients, parameters and state.
-            None: all that is available, or nine tenths of it with ``disk``.
+            None: all memory that is available, or nine tenths of it with ``disk``.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
         device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
             ``dos.EmulatedDevice`` to try the engine without an accelerator.
@@ -172,7 +171,7 @@ class DOSAdam(Optimizer):
         self._process_groups = tuple(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
-        self._session.reconciler.seen = False  # only torch's constructor has
+        self._session.reconciler.seen = False  # only torch's constructor has read the state, no user code
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -193,7 +192,8 @@ class DOSAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Other optimizers' threads may be updating the same parameters. Without our lock, for which those may wait.
+        # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may
+        # wait: a deadlock.
         self._session.finish_others()
         self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
@@ -206,6 +206,7 @@ class DOSAdam(Optimizer):
         complete; the second one ends the wait at once, and a later call waits for the rest.
         """
         self._session.synchronize()
+        # A forward that was called before may still read weights at home, to which user code may write after this.
         self._session.release_homes()
 
     @exclusive
@@ -229,10 +230,10 @@ class DOSAdam(Optimizer):
         activations: how many of the tensors that autograd saves in the model's forward move to the host until backward
         needs them, as in ``offload_activations``; None: none.
         weights: how many blocks of the model stay on the device: a number as an int, a share from 0 to 1 as a float, or
-            ``"auto"``, as many as the plan says. The weights of all others have their home in pinned host memory, and
-            are on the device only while their block computes. Build the model on the host and the optimizer with
-            ``device="cuda"`` and ``offload_gradients=True``; ``attach`` moves everything where it belongs. None: all
-            weights are where they are, and nothing is moved.
+            ``"auto"``, as many as the plan says. The weights of all other blocks have their home in pinned host memory,
+            and are on the device only while their block computes. Build the model on the host and the optimizer with
+            ``device="cuda"`` and ``offload_gradients=True``; ``attach`` moves everything where it belongs. None: no
+            weights are moved.
         blocks: the model's blocks, modules that each run once in a forward; None: its longest ``ModuleList`` of modules
             of one type. Parameters of no block, or of several, stay on the device.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
@@ -248,8 +249,8 @@ class DOSAdam(Optimizer):
             loss.backward()
 
         The result is the same to the bit. Tensors of 1 MiB or more move, except parameters, buffers and views of them
-        (a model's buffers are known once it is attached). Those saved first move first, because backward needs them
-        last. With all parameters on the host, nothing moves.
+        (a model's buffers are known once it is attached). The tensors saved first move first, because backward needs
+        them last. With all parameters on the host, nothing moves.
 
         activations: the share that moves, from 0 to 1, or the most bytes of each forward that move, an int above 1.
         ``"auto"``: as much as the plan says, at first nothing; only ``policy="adaptive"`` moves any.
@@ -278,18 +279,18 @@ class DOSAdam(Optimizer):
 
     @exclusive
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in AdamW. Offloaded gradients are discarded either way."""
+        """Reset the gradients, as in AdamW. Offloaded gradients are discarded either way."""
         if not set_to_none and self._session.unfinished:
-            self.synchronize()  # the step may still read the gradients that are overwritten now
+            self.synchronize()  # the step may still read the gradients that are overwritten below
         self._session.forget_gradients()
         super().zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.
 
-        The same norm and result as ``torch.nn.utils.clip_grad_norm_`` to rounding, but the factor is folded into the
-        update and ``p.grad`` stays as it is, so gradients that already left for the host need not be sent again.
-        To be called last before ``step()``: gradients that are written to or replaced afterwards are not clipped.
+        The norm and the result are those of ``torch.nn.utils.clip_grad_norm_`` to rounding, but the factor is folded
+        into the update and ``p.grad`` stays as it is, so that gradients already on the host need not be sent again.
+        Call it last before ``step()``: gradients that are written to or replaced afterwards are not clipped.
         Returns the norm before clipping, a float32 tensor of shape () where the gradients are; reading it synchronises.
         Raises ValueError unless ``max_norm`` is above 0.
         """
@@ -298,7 +299,7 @@ class DOSAdam(Optimizer):
         return self._session.clip(max_norm)
 
     def grad_norm(self) -> Tensor:
-        """The global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
+        """Return the global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
@@ -322,7 +323,7 @@ class DOSAdam(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As in AdamW."""
+        """The groups of parameters, as in AdamW."""
         return self._session.groups
 
     @param_groups.setter
@@ -333,8 +334,8 @@ class DOSAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """AdamW's state by parameter, up to date: reading an entry first copies resident state to the host.
 
-        Raises RuntimeError if a change failed part way, so that no state is read that is torn. Reading an entry raises
-        dos.disk.DiskError if something else has changed its state on disk.
+        Raises RuntimeError if a change failed part way, so that user code reads no torn state. Reading an entry raises
+        dos.disk.DiskError if another program has changed its state on disk.
         """
         self._session.guard.check()
         return self._session.reconciler.state
@@ -347,7 +348,7 @@ class DOSAdam(Optimizer):
     @disable_dynamo
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's, with live views of the state, which is copied to the host as when ``state`` is read.
+        """Return a state dict as AdamW's, with live views of the state, which is copied to the host as by ``state``.
 
         Raises as reading all entries of ``state`` does.
         """
@@ -362,7 +363,7 @@ class DOSAdam(Optimizer):
 
     @torch.no_grad()
     def adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """A copy of one parameter's state as AdamW would have it, for every ``state_format``.
+        """Return a copy of one parameter's state as AdamW would have it, for every ``state_format``.
 
         ``step``, ``exp_avg``, ``exp_avg_sq``, with amsgrad ``max_exp_avg_sq``, and ``master_param`` where a 16-bit
         parameter has float32 master weights: float32, on the host, in the parameter's shape. It takes one parameter at
@@ -380,7 +381,7 @@ class DOSAdam(Optimizer):
         return {"step": step_of(entry).clone()} | state
 
     def release_memory(self) -> int:
-        """Copy all state that can move to the host, and free its device memory at once; returns the bytes freed.
+        """Move all state that can move to the host, and release its device memory at once; return the bytes released.
 
         For user code that has run out of memory: the memory that the retried iteration leaves free is remembered, so
         that state does not return to memory that your code needs. ::
@@ -399,12 +400,12 @@ class DOSAdam(Optimizer):
         return self._session.release_memory()
 
     def plan(self) -> Plan | None:
-        """The plan of the last step; None before the first, or with all parameters on the host."""
+        """Return the plan of the last step; None before the first, or with all parameters on the host."""
         decisions = self._session.decisions
         return None if decisions is None else decisions.plan
 
     def timeline(self) -> Timeline:
-        """The spans of the last complete step, in seconds since its ``step()`` was called.
+        """Return the spans of the last complete step, in seconds since its ``step()`` was called.
 
         Transfers during backward have negative times, and so have copies of saved tensors in the forward
         and backward before the step. ``beside`` has that forward and backward and, once backward has begun
@@ -433,7 +434,7 @@ class DOSAdam(Optimizer):
         return None if decisions is None else decisions.profile
 
     def explain(self) -> str:
-        """Where the last complete step ran and why: plan, memory, and predicted, measured and least possible times.
+        """Explain the last complete step: plan, memory, and predicted, measured and least possible times.
 
         After ``attach`` a step is complete once the next backward has begun. This waits for nothing and changes
         nothing, and can be called on any thread; before the first complete step it says so.
@@ -444,7 +445,7 @@ class DOSAdam(Optimizer):
         return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
 
     def metrics(self) -> dict[str, float]:
-        """The step of ``explain()`` as plain numbers by name, for TensorBoard, Weights & Biases or a print.
+        """Return the step of ``explain()`` as plain numbers by name, for TensorBoard, Weights & Biases or a print.
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
         ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
@@ -480,7 +481,7 @@ class DOSAdam(Optimizer):
 
     @staticmethod
     def _rule(master_weights: bool, state_format: str | None) -> Rule:
-        """The rule of updates."""
+        """Return the rule of updates."""
         return AdamW(master_weights, state_format)
 
     def _set_up(self, options: Options, device: Device | torch.device | str | None) -> None:

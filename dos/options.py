@@ -19,10 +19,10 @@ ADAPTIVE, RESIDENT = "adaptive", "resident"
 
 @dataclass(frozen=True)
 class Options:
-    """How DOSAdam keeps and moves state: its arguments of the same names, and `disk` as a tuple, empty for None.
+    """The arguments of DOSAdam beyond param groups, under their names; `disk` is a tuple, empty for None.
 
     rule: how parameters are updated.
-    Raises ValueError or TypeError for what cannot be done.
+    Raises ValueError or TypeError for an argument that cannot be used.
     """
 
     policy: str | float | Policy
@@ -37,15 +37,15 @@ class Options:
     host_memory: int | None = None
 
     def never_leaves(self, device: Device | None) -> bool:
-        """Whether state on the device stays there whatever happens, and has no home on the host.
+        """Return whether state on the device always stays there, and has no home on the host.
 
-        So it does where both share their memory, for to leave would make no room.
+        It does where device and host share their memory, because moving would release none.
         """
         shared = device is not None and device.shares_host_memory
         return self.policy == RESIDENT or (shared and self.policy == ADAPTIVE)
 
     def policy_on(self, device: Device) -> Policy:
-        """The policy that makes a device's plans. Raises ValueError for choices that its memory has no use for."""
+        """Return the policy that plans for a device. Raises ValueError for `disk` if it shares the host's memory."""
         if not self.never_leaves(device):
             return resolve_policy(self.policy)
         if self.disk:
@@ -56,7 +56,7 @@ class Options:
         return resolve_policy(RESIDENT)
 
     def agreed(self) -> dict[str, str]:
-        """The settings that all ranks must have chosen alike, by name."""
+        """Return the settings that must be equal on all ranks, by name."""
         return {
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
             "offload_gradients": str(self.offload_gradients),
@@ -112,7 +112,7 @@ class Options:
 
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:
-    """Folders from what users pass as `disk`. Raises TypeError, ValueError for an empty name."""
+    """Return the folders of the argument `disk`. Raises TypeError, or ValueError for an empty name."""
     found = () if disk is None else tuple(disk) if isinstance(disk, list | tuple) else (disk,)
     if not all(isinstance(folder, str | os.PathLike) for folder in found):
         raise TypeError(f"disk must be a folder, a sequence of folders, or None, found {disk!r}")

@@ -59,23 +59,23 @@ _REPLACED = (
 
 
 class Session:
-    """Everything that one optimizer does in its iterations. Nothing here refers to the optimizer, which holds this.
+    """The iterations of one optimizer, which refers to this. Nothing here refers to the optimizer: no cycle.
 
-    Each entry point names the phases that it accepts; see the table in docs/architecture.md. Calls to one optimizer
-    come from the thread that trains, from autograd's threads (hooks of backward, saved tensors), and from user code
-    that reads its state: the guard's lock lets one in at a time.
+    Each entry point names the phases that it accepts; see the table in docs/architecture.md. The thread that trains,
+    autograd's threads (hooks of backward, saved tensors) and user code that reads state call one optimizer: the guard's
+    lock admits one thread at a time.
 
-    groups: the optimizer's.
-    attachment: the model whose next forward updates run into, if any.
+    groups: the optimizer's param groups.
+    attachment: the model into whose next forward updates run, if any.
     weights: the model's blocks whose weights stream, if any do.
-    ledger: where state is, and what is in flight.
-    on_device: backward and the plans on the accelerator; None until a parameter there is met.
+    ledger: where state is, and the transfers in flight.
+    on_device: backward and the plans on the accelerator; None until a parameter there is admitted.
     """
 
-    # A step: `_end_last_step` waits for the last one or queues this behind it; `_prepare` checks and reserves
+    # A step: `_end_last_step` waits for the last step or queues this one behind it; `_prepare` checks and reserves
     # everything, or raises with nothing changed; `_commit` changes parameters, state and records. Then `_hand_over`
     # orders the caller behind the updates, or hooks of an attached model do, module by module (`_finish_parameters`).
-    # `_settle` waits for all of it, and raises what went wrong in any thread.
+    # `_settle` waits for all updates, and raises the first failure of any thread.
     def __init__(self, options: Options, device: Device | torch.device | str | None, meshes: Meshes) -> None:
         self.guard = Guard()
         self._lock = self.guard.lock
@@ -90,7 +90,7 @@ class Session:
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
         self._waiting: set[int] = set()
-        """The ids of parameters on the host that are to be on the accelerator when they are used."""
+        """The ids of parameters on the host that must be on the accelerator when they are used."""
         self._refusal: RemovableHandle | None = None
         self._warned_idle = False
         # Work in flight ends when the optimizer is collected or the interpreter exits.
@@ -108,11 +108,11 @@ class Session:
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
-        """See `Ledger.unfinished`."""
+        """The records whose updates may run on; see `Ledger.unfinished`."""
         return self.ledger.unfinished
 
     def admit(self, group: Group) -> None:
-        """Take in one of the groups. Raises TypeError, ValueError or MemoryError for one that cannot be optimised."""
+        """Take one of the groups in. Raises TypeError, ValueError or MemoryError if it cannot be optimised."""
         self.registry.admit(group)
         self._set_up_device()
         self._waiting |= {id(p) for p in group["params"] if self.registry.devices.awaits(p)}
@@ -122,7 +122,7 @@ class Session:
             weakref.finalize(self, self._refusal.remove)
 
     def _set_up_device(self) -> None:
-        """Set the accelerator up when the first parameter there was met."""
+        """Set the accelerator up if a parameter there was found, once."""
         found = self.registry.devices.found
         if self.on_device is not None or found is None:
             return
@@ -132,7 +132,7 @@ class Session:
                 "%s shares the host's memory: all optimizer state stays there, as with policy='resident'", found
             )
         self.on_device = Backward(found, self.registry, self.ledger, policy, self._options, self.guard)
-        # Weak, for the session holds the activations: state must be freed as soon as the optimizer goes.
+        # Weak, because the session refers to the activations: state must be released as soon as the optimizer is.
         self.on_device.activations.give_way = weakref.WeakMethod(self._give_way)
         self._attach_device()
 
@@ -140,7 +140,7 @@ class Session:
 
     @entry(*UNBROKEN)
     def step(self, found_inf: Any, grad_scale: Tensor | None) -> None:
-        """Prepare a step and commit it, or skip it; settles everything in flight if that raises.
+        """Prepare a step and commit it, or skip it; settle everything in flight if that raises.
 
         found_inf, grad_scale: set by GradScaler; None without one.
         """
@@ -149,10 +149,10 @@ class Session:
                 "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
                 "anything; capture forward and backward alone, and call step() after each replay"
             )
-        # The host may still update from the memory to which this step sends its gradients.
+        # First, because the host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
         if self.weights is not None:
-            self.weights.stream.free_all()  # what was fetched in vain would be older than what the step makes
+            self.weights.stream.free_all()  # a copy that no module used would be older than the updated weights
         try:
             self.registry.agree(self.groups)
             if not self.reconciler.state and makes_state():
@@ -169,10 +169,10 @@ class Session:
                 self._commit(ready)
             if self.on_device is not None:
                 self.on_device.end(skipped=amp.skip)
-                # The device and the CPU lane are busy with the update, for which the caller may have to wait below.
+                # Here, because the device and the CPU lane are busy with the update, and the caller may wait for it.
                 self.on_device.decisions.search()
             self.guard.phase = Phase.IDLE
-            # With a model attached its hooks order the caller, while updates run on into the forward.
+            # Hooks of an attached model order the caller, while updates run on into the forward.
             if self.attachment is None or not self.ledger.running:
                 self._hand_over()
         except BaseException:
@@ -181,7 +181,7 @@ class Session:
                 self._settle()
             raise
         if self.on_device is not None:
-            # The caller goes on with the next forward: another iteration begins.
+            # The caller continues with the next forward: another iteration begins.
             self.ledger.trim()
             self.on_device.activations.follow_plan(self.on_device.decisions.plan)
             self.on_device.begin()
@@ -195,7 +195,7 @@ class Session:
         registry.watching.renew()
         registry.place_gradients(self.groups)
         departed = [] if self.on_device is None else self.on_device.departures.marked()
-        # Before anything asks whether user code wrote to a tensor: of DTensors no version tells.
+        # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.
         look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
         active = self._active()
         if self.on_device is not None and main_thread_ended():
@@ -209,8 +209,8 @@ class Session:
                 "DOSAdam.step() found no gradient on any of its parameters. If backward() was called, the model's "
                 "parameters were replaced after the optimizer was built; build it anew from model.parameters()."
             )
-        # User code may have put gradients beside those on the host. No hook has seen them, and the step would lose
-        # them.
+        # User code may have set `grad` where gradients are on the host. No hook has seen such a gradient, and the step
+        # would lose it.
         self._take_remaining_gradients(active.members)
         order = None if self.attachment is None else self.attachment.take_new_order()
         if order is not None:
@@ -229,24 +229,24 @@ class Session:
     ) -> Prepared:
         """Decide, and reserve the memory of the plan; decide again where the device denies it.
 
-        Raises MemoryError, with nothing changed, if the host has too little.
+        Raises MemoryError, with nothing changed, if the host has too little memory.
         """
         ledger, stores, registry, decisions = self.ledger, self.ledger.stores, self.registry, on_device.decisions
         departures, subgroups = on_device.departures, registry.accelerated
         facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
         plan = on_device.decide(facts)
         if self.weights is not None and not self._follow_plan(self.weights, plan, facts):
-            facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for others
+            facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for more
             plan = on_device.decide(facts)
         subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
-        if registry.offloaded.enabled:  # gradients that came in backward may be in memory that is not pinned
+        if registry.offloaded.enabled:  # gradients that backward has offloaded may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
             stores.host.stage(updates)
             registry.offloaded.pin()
         on_device.record_call(plan, subjects, updates)
         with on_device.now.held_up():
-            # From here on memory is taken for the queue that trains: the allocator gives it to no other once it is
-            # freed.
+            # The allocator gives released memory to the stream that it was allocated on. Allocate on the stream that
+            # trains, so that forward can use the memory again.
             self.ledger.device.owner = self.ledger.device.caller()
             with Preparation(subjects, ledger, facts.workload, facts.left) as preparation:
                 if stores.disk is not None:
@@ -265,15 +265,15 @@ class Session:
         return reserved
 
     def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
-        """Move blocks to the device or home as the plan says; False if some have to wait."""
-        # State that leaves in this step counts yet: its memory is free only when its flush has ended.
+        """Move blocks to the device or home as the plan says; return False if some have to wait."""
+        # State that this step flushes still counts: its memory is free only when its flush has ended.
         room = facts.workload.peak_free(plan.activation_bytes) - self.ledger.stores.device.resident_bytes
         return weights.follow(plan.blocks_on_device, facts.workload, room)
 
     def _commit(self, ready: Ready) -> None:
-        """Issue a prepared step: everything that a user can have got wrong was checked, and from here on things change.
+        """Issue a prepared step. Everything that a user can have got wrong was checked; from here on values change.
 
-        Updates of parameters on the host in place have ended when this returns, unless an attached model waits for
+        In-place updates of parameters on the host have ended when this returns, unless an attached model waits for
         them.
         """
         registry, (active, updates, prepared) = self.registry, ready
@@ -292,29 +292,29 @@ class Session:
             for subgroup in now:
                 prepare_updates([Placed(updates[subgroup], subgroup.state)])()
             registry.written([record for record, _ in active.members if record not in self.ledger.pending])
-            # Else the factors last into the next step, where user code uses the same gradients again.
+            # Else the factors would apply in the next step if user code uses the same gradients again.
             self.clipping.forget()
         if self.attachment is not None:
-            tell_autograd(self.ledger.pending)  # at once, for a graph from before may not come to a hook that waits
+            tell_autograd(self.ledger.pending)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
-            # Whatever reads weights that stream waits for them: their block, or user code.
+            # All readers of weights that stream wait for them: their block, or user code.
             pending = (r for r in self.ledger.pending if not r.arena.streams)
             self._join([r.parameter for r in pending if id(r.parameter) not in covered])
 
     def _active(self) -> Active:
-        """Enrol, bring home and settle all parameters that have a gradient, as they need it; their records."""
+        """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""
         settled, others, gone = self.reconciler.look(self.groups)
         self._forget(gone)
-        del gone  # with it goes their memory, which newcomers may need
+        del gone  # the last reference to memory that newcomers may need
         found = self._enrol(others)
-        # `settle` writes to state at home: what comes home later would overwrite that.
+        # `settle` writes to state at home, which a later flush would overwrite.
         if self.reconciler.need_home(found):
             self._bring_home()
         self.reconciler.settle(found, self.groups)
         return Active(settled + found, len(settled))
 
     def _forget(self, gone: Sequence[ParameterRecord]) -> None:
-        """Forget these records with their arenas, whole: a reference to one would use memory that is no more."""
+        """Forget these records with their arenas, everywhere: a reference that stays would use released memory."""
         if gone:
             with self.guard.change():
                 if self.on_device is not None:
@@ -322,7 +322,7 @@ class Session:
                 self.registry.forget(gone, self.parameters)
 
     def _enrol(self, members: Sequence[tuple[Tensor, Group]]) -> list[tuple[ParameterRecord, Group]]:
-        """The records of these parameters with their groups, in which new ones get room. Raises MemoryError."""
+        """Return the records of these parameters with their groups; allocate those of new ones. Raises MemoryError."""
         self.registry.enrol(members)
         self._set_up_device()
         return [(self.registry.records[id(p)], group) for p, group in members]
@@ -330,24 +330,25 @@ class Session:
     # Work in flight.
 
     def capturing(self) -> bool:
-        """Called by hooks: whether the present work is being captured in a CUDA graph, whose replays run no hooks."""
+        """Return whether the present work is being captured in a CUDA graph, whose replays run no hooks. For hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
 
     def finish_others(self) -> None:
-        """Wait for other optimizers' updates of these parameters. Locks nothing, for those may wait for this one."""
+        """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours."""
         for other in self.registry.watching.others():
+            # Only the other session knows its updates: this step would read parameters that they still write.
             if other.unfinished:
                 other.synchronize()
 
     def _end_last_step(self) -> None:
-        """Wait for the last step before another begins, unless all of it is queued on the device before that."""
+        """Wait for the last step before another begins, unless the device queues all of it before the next."""
         if self.ledger.running and not self.ledger.queue():
             self._settle()
 
     def _hand_over(self) -> None:
-        """Let the caller have all parameters: what it queues on the device comes after the update there.
+        """Order the work that the caller queues on the device from now on behind the update of all parameters.
 
-        Blocks for updates on the host, and for memory that must be back. The next call raises later failures.
+        Blocks for updates on the host, and for memory that must be released. The next call raises later failures.
         """
         if self.on_device is None or not self.on_device.device.queues or self.ledger.step is None:
             self._settle()
@@ -363,19 +364,19 @@ class Session:
 
     def _settle(self) -> None:
         if not self.ledger.idle and self.capturing():
-            raise RuntimeError(_CAPTURED)  # to wait would end the capture, and look like a step that failed
+            raise RuntimeError(_CAPTURED)  # a wait would end the capture, and look like a step that failed
         try:
             self.ledger.settle()
             if self.on_device is not None:
                 self.on_device.decisions.pace.read()
             self.registry.written(self.ledger.unfinished)
         except Exception:
-            self.ledger.pending = {}  # nothing of it runs any more, and no hook has to wait
+            self.ledger.pending = {}  # no update runs any more, and no hook has to wait
             raise
-        self.ledger.pending = {}  # after the wait: what Ctrl-C has ended is waited for by the next call
+        self.ledger.pending = {}  # after the wait: if Ctrl-C ends that, the next call waits again
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Called by a hook before these parameters are used: wait for their updates, and no others."""
+        """Wait for the updates of these parameters, and no others. A hook calls this before they are used."""
         if self.ledger.pending:
             self._finish_parameters(parameters)
 
@@ -390,11 +391,12 @@ class Session:
         pending = self.ledger.pending
         for parameter in parameters:
             record = self.registry.record(parameter)
-            # A weight that several modules use may be read on several streams, each of which must wait.
+            # Several modules may read one weight on several streams, each of which must wait.
             behind = None if record is None else pending.get(record)
             if record is None or behind is None or here in behind:
                 continue
             try:
+                # The caller is about to read the parameter, which these updates write.
                 for subgroup, _ in self.registry.places[record]:
                     self.ledger.join(subgroup)
             except Exception:
@@ -406,12 +408,12 @@ class Session:
                     self._settle()
                     raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
                 self.registry.written([record])
-            # It stays listed: another queue that reads the parameter has to wait for itself.
+            # The record stays listed, because another queue that reads the parameter has to wait for itself.
             pending[record] = behind | {here}
 
     @entry(*ANY)
     def bring_home(self) -> None:
-        """Return all resident state to the host, once the last step is complete."""
+        """Move all resident state home, once the last step is complete."""
         self._bring_home()
 
     def _bring_home(self) -> None:
@@ -421,8 +423,8 @@ class Session:
 
     @entry(*ANY)
     def release_memory(self) -> int:
-        """Release all device memory of state that can move to the host; its bytes."""
-        # Slots, which the step releases when it ends, count.
+        """Release all device memory of state that can move to the host; return its bytes."""
+        # Read before the wait, so that slots count, which the step releases when it ends.
         held = 0 if self.on_device is None else self.ledger.stores.device.nbytes
         self._settle()
         if self.on_device is not None:
@@ -435,25 +437,25 @@ class Session:
         return held
 
     def _give_way(self, nbytes: int) -> None:
-        """Release device memory of state for a saved tensor of so many bytes, for which there is none though it is due.
+        """Release device memory of state for a saved tensor of `nbytes` that backward needs and cannot allocate.
 
         Called within `ActivationOffload`, which has the lock.
         """
         assert self.on_device is not None, "saved tensors move only where there is a device"
-        # The last step may still use the state that is taken away below.
+        # First, because the last step may still use the state that is moved below.
         self.ledger.settle()
         held = self.ledger.stores.device.nbytes
-        # What backward has fetched, and its slots, take memory, too.
+        # State that backward has fetched, and its slots, take memory, too.
         self.on_device.abandon()
         self.ledger.bring_home(self.registry.accelerated)
-        # The plan promised state too much; for the user's code as such there is memory.
+        # The plan gave state too much memory: user code alone would have had enough.
         self.on_device.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
         self.on_device.device.trim()
 
     # Backward.
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Called by a hook when backward has written to ``parameter.grad``, from several threads perhaps."""
+        """Count or send a gradient. A hook calls this, on any thread, when backward has written ``parameter.grad``."""
         on_device = self.on_device
         if on_device is not None:
             leaf = self.registry.leaf(parameter)
@@ -461,12 +463,12 @@ class Session:
                 on_device.device.count(local(leaf.grad))
             if on_device.device.capturing():
                 if self.registry.offloaded.enabled:
-                    leaf.grad = None  # the graph that would compute it will not be
+                    leaf.grad = None  # the graph that would compute it will not exist
                     raise RuntimeError(
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
                         "offload_gradients=True takes them away; build the optimizer with offload_gradients=False"
                     )
-                on_device.replays = True  # their gradients are found by step() alone
+                on_device.replays = True  # replays run no hooks: only step() finds their gradients
                 return
             if on_device.stays(parameter):
                 return
@@ -476,10 +478,10 @@ class Session:
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self.registry.offloaded.enabled:
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
-        # Gradients go to memory from which the host may still update for the last step.
+        # Gradients are copied to memory from which the host may still update for the last step.
         self._end_last_step()
         if self.guard.broken or main_thread_ended():
-            return  # the step raises it
+            return  # the step raises the error
         self.guard.phase = Phase.BACKWARD
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
@@ -499,26 +501,26 @@ class Session:
                 with torch.no_grad():
                     self._take(record, in_backward=True)
         except BaseException:
-            # A copy that raised may run in part. All is cancelled, and the step sends it anew.
+            # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
             on_device.abandon()
             raise
 
     @torch.no_grad()
     @entry(*ANY)
     def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Called by DDP's hook when a bucket has been reduced: what DDP puts with the parameters at backward's end."""
+        """Send the gradients of a bucket, which DDP sets as `grad` when backward ends. DDP's hook calls this."""
         if self.on_device is None or self.registry.offloaded.enabled:
             return
-        self._end_last_step()  # a bucket of parameters that took no part comes before any other hook
+        self._end_last_step()  # DDP reduces a bucket of parameters without gradients before any other hook runs
         if self.guard.broken:
-            return  # the step raises it
+            return  # the step raises the error
         for parameter, gradient in zip(parameters, gradients, strict=True):
             record = self.registry.record(parameter)
             if record is not None and record.arena.accelerated:
                 self.on_device.send(record, gradient)
 
     def forget_gradients(self) -> None:
-        """Forget the gradients that are there: user code has discarded them."""
+        """Forget all gradients, because user code has discarded them."""
         self.clipping.forget()
         self.registry.offloaded.clear()
         if self.on_device is not None:
@@ -527,7 +529,7 @@ class Session:
             self.guard.phase = Phase.IDLE
 
     def _offload_the_rest(self) -> None:
-        """If gradients are offloaded, offload all of them; place the others as their parameters are."""
+        """Redistribute gradients to the placements of their parameters; if gradients are offloaded, offload all."""
         self.registry.agree(self.groups)
         self.registry.place_gradients(self.groups)
         if self.registry.offloaded.enabled:
@@ -536,7 +538,7 @@ class Session:
             self._take_remaining_gradients(settled + self._enrol(others))
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
-        """Offload gradients that no hook has seen, so that all of a subgroup are in one place."""
+        """Offload gradients that no hook has seen, so that all gradients of a subgroup are in one place."""
         if not self.registry.offloaded.enabled or self.on_device is None:
             return
         for record, _ in active:
@@ -544,15 +546,15 @@ class Session:
                 self._take(record, in_backward=False)
 
     def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
-        """Offload a gradient: add it to those on the host and free it here."""
+        """Offload a gradient: add it to the one on the host and release it here."""
         self.clipping.about_to_add(record)
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
         index = self.registry.index[subgroups[0]] if subgroups else 0
         assert record.gradient is not None, "it is taken from there"
-        # Before `stages` is asked: it counts the memory of the staging, which a wider gradient replaces.
+        # Before `stages` is called, which counts the memory of the staging: a wider gradient replaces it.
         record.arena.stage_gradients_as(record.gradient.dtype)
-        # Not in backward where ranks divide parameters: this waits for the device, whose collectives wait for other
-        # ranks.
+        # Not in backward where ranks divide parameters: spilling waits for the device, whose collectives wait for other
+        # ranks, which may wait for this one.
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
             self.ledger.spill_to_disk(self.registry.accelerated)
         self.registry.offloaded.take(record, subgroups, index, self.ledger, in_backward=in_backward)
@@ -562,41 +564,44 @@ class Session:
     @torch.no_grad()
     @entry(*ANY)
     def clip(self, max_norm: float) -> Tensor:
-        """Let the next step clip the global 2-norm of all gradients; the norm before."""
+        """Clip the global 2-norm of all gradients in the next step; return the norm before."""
         self._offload_the_rest()
         return self.clipping.clip([*self.parameters], max_norm)
 
     @torch.no_grad()
     @entry(*ANY)
     def norm(self) -> Tensor:
-        """The global 2-norm of all gradients as the next step will use them."""
+        """Return the global 2-norm of all gradients as the next step will use them."""
         self._offload_the_rest()
         return self.clipping.norm(self.parameters)
 
     def has_offloaded(self, parameters: Sequence[Tensor]) -> bool:
-        """Called by torch's clipping: whether a gradient of any of these is on the host."""
+        """Return whether a gradient of any of these is on the host. For torch's clipping."""
         return bool(self.registry.offloaded.gradients(set(map(id, parameters))))
 
     def may_have_offloaded(self, parameters: Sequence[Tensor]) -> bool:
-        """Called by torch's clipping: whether that may be so on some rank."""
+        """Return whether `has_offloaded` may be true on some rank. For torch's clipping."""
         divided = self.registry.meshes and self.on_device is not None and self.registry.offloaded.enabled
         return bool(self._own(parameters)) if divided else self.has_offloaded(parameters)
 
     @entry(*ANY)
     def offloaded_norm(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Called by torch's clipping: the norm of their gradients on the host, once all are there."""
+        """Offload all gradients and return the norm of these on the host. For torch's clipping."""
         self._offload_the_rest()
         return self.clipping.norm_away(parameters, norm_type)
 
     @entry(*ANY)
     def fold_offloaded(self, parameters: Sequence[Tensor], factor: Tensor) -> None:
-        """Called by torch's clipping: multiply their gradients on the host by the factor in the next step."""
+        """Multiply these gradients on the host by the factor in the next step. For torch's clipping."""
         self.clipping.fold_away(parameters, factor)
 
     @torch.no_grad()
     @entry(*ANY)
     def fold_factor(self, parameters: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-        """Called by torch's clipping after ``dos.fold_clipping()``; returns those of them that are this optimizer's."""
+        """Fold the factor into the next step for this optimizer's parameters, and return them.
+
+        For torch's clipping after ``dos.fold_clipping()``.
+        """
         own = self._own(parameters)
         self.clipping.fold(own, factor)
         return own
@@ -614,11 +619,11 @@ class Session:
         weights: BlocksStaying | None = None,
         blocks: Iterable[nn.Module] | None = None,
     ) -> None:
-        """Let updates run on into the forward of this model. amount: of its saved tensors leave meanwhile.
+        """Let updates run on into the forward of this model. amount: how much of its saved tensors moves meanwhile.
 
         weights: how many of its blocks stay on the device; None: all, and nothing is moved.
         """
-        # Only hooks of the model before wait for updates in flight, and these hooks are taken away.
+        # Only hooks of the former model wait for updates in flight, and these hooks are removed below.
         self.synchronize()
         self._look_for_device()
         if weights is not None:
@@ -659,16 +664,16 @@ class Session:
         return homes
 
     def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
-        """Called before weights are fetched from the host: what the device must wait for. wait: as `Ledger.updates`."""
-        # Before the first step, and once the last was settled, homes have their newest values.
+        """Return the jobs for which the device must wait before it fetches these. wait: as in `Ledger.updates`."""
+        # Before the first step, and once the last one was settled, homes have their newest values.
         if not self.ledger.pending:
             return ()
         return self.ledger.updates(self.registry.subgroups_of(parameters), wait=wait)
 
     def finish_homes(self, parameters: Sequence[Tensor]) -> None:
-        """Called before user code reads parameters where weights stream: they are as the last step makes them then.
+        """Finish the updates of these parameters, which user code is about to read, where weights stream.
 
-        Blocks for those that are on the host.
+        Blocks for the updates of parameters at home.
         """
         if self.ledger.pending:
             self._finish_homes(parameters)
@@ -676,21 +681,22 @@ class Session:
     @entry(*ANY)
     def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
         at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
+        # User code reads the homes on the host, which the flushes of these jobs write.
         for job in self.ledger.updates(at_home, wait=True) or ():
             job.wait()
         self._join(parameters)
 
     def release_homes(self) -> None:
-        """Let user code write to weights at home, once the device reads none of them."""
+        """Wait until the device reads no weight at home, so that user code may write to them."""
         if self.weights is not None:
             self.weights.stream.release_homes(self.weights.stream.blocks)
 
     def give_way(self, nbytes: int) -> None:
-        """Called when a block is needed for which the device has no memory: state moves off the device."""
+        """Move state off the device for a block that needs `nbytes` there and cannot allocate them."""
         self._give_way(nbytes)
 
     def _attach_device(self) -> None:
-        """Let the device know of the attachment, if there are both."""
+        """Connect the device and the attachment, if there are both."""
         if self.on_device is not None and self.attachment is not None:
             self.on_device.attached = True
             if self.weights is not None:
@@ -699,12 +705,12 @@ class Session:
             self.attachment.surround(self.on_device.activations)
 
     def _look_for_device(self) -> None:
-        """Parameters may have been moved there since they were admitted."""
+        """Set the accelerator up if user code has moved parameters there since they were admitted."""
         if self.on_device is None and any(self.registry.devices.holds(p) for p in self.parameters if not is_lazy(p)):
             self._set_up_device()
 
     def offload_activations(self, amount: Amount) -> AbstractContextManager[None]:
-        """Surrounds forwards, of each of which so much leaves: nothing with all parameters on the host."""
+        """Return a context for forwards, which moves `amount` of the saved tensors of each to the host."""
         self._look_for_device()
         if self.on_device is None:
             return contextlib.nullcontext()
@@ -715,11 +721,11 @@ class Session:
 
     @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
-        """Have this state and these groups, both or neither."""
+        """Replace state and groups, both or neither."""
         gone = self.reconciler.without_room(groups)
         if gone:
             self.settle_state([*self.parameters])
-            for p in self.parameters:  # the loaded state may be views of theirs
+            for p in self.parameters:  # the loaded tensors may be views of the arenas that are released below
                 copy_views(state.get(p, {}), {})
         else:
             self._bring_home()
@@ -731,12 +737,12 @@ class Session:
             self.groups = groups
 
     def install_state(self, state: Mapping[Tensor, Any]) -> None:
-        """Make this the optimizer's state; user code may keep references to it."""
+        """Install this state as the optimizer's; user code may keep references to it."""
         self.reconciler.state, self.reconciler.seen = LiveState(state, self.settle_state, self._options.rule.keys), True
 
     @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:
-        """User code reads entries of the state, those of these parameters, or changes some."""
+        """Expose the state before user code changes entries, or reads those of the parameters `read`."""
         self._bring_home()
         self.registry.homes.show(self.registry.subgroups_of(read))
         for record in self.registry.records.values():

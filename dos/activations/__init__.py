@@ -1,1 +1,1 @@
-"""Tensors that autograd saves in forward leave for the host, and come back before backward needs them."""
+"""Moves tensors that autograd saves in forward to the host, and back before backward needs them."""

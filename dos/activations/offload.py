@@ -1,4 +1,4 @@
-"""Decides which tensors leave that autograd saves, and when they come back: hooks around a forward."""
+"""Decides which tensors that autograd saves move to the host, and when they return: hooks around a forward."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ Amount = float | int | Literal["auto"]
 LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer would take longer to issue than to run."""
 _SCALE = 16
-"""On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
+"""A shift by this many bits gives the share that LEAST_BYTES is of 64 GiB, for the memory of an emulated device."""
 _AT_ONCE = 2
-"""Tensors that may be on their way to the host, or back ahead of their use, at least at a time."""
+"""The number of tensors that may always be in transit to the host, or back ahead of their use, whatever their size."""
 MOST_STALLS = 1000
-"""Waits and transfers that are remembered if no optimizer's step asks for them."""
+"""The most waits and transfers that are remembered if no optimizer's step asks for them."""
 REMEMBERED = 16
-"""Forwards of which the largest counts."""
+"""The number of last forwards of which the largest counts."""
 
 
 class StreamedWeights(Protocol):
     """Weights that are on the device only while a block computes."""
 
     def all_copies(self) -> Sequence[Tensor]:
-        """The device's copies, with or without memory."""
+        """Return the device's copies, with or without memory."""
 
     def on_saving(self, tensor: Tensor) -> None:
-        """Called when autograd saves a tensor. Raises RuntimeError if it would keep streamed weights on the device."""
+        """Raise RuntimeError if the tensor, which autograd saves, would keep streamed weights on the device."""
 
     def before_use(self, tensor: Tensor) -> None:
-        """Called before backward reads a saved tensor that stays, which may be of these weights."""
+        """Fetch the weight, if the tensor is one: a saved tensor that stays, which backward is about to read."""
 
 
 class ActivationOffload:
     """The saved tensors of one optimizer's models.
 
     lock: the optimizer's. pool: their memory on the host.
-    state_to_come: gives the bytes of the host's memory that state will take yet.
-    sample: looks at the device's memory, when most is saved. runs_short: whether little of it is free; None where no
-        plan moves saved tensors. give_way: takes all state off the device, for so many bytes that come back.
-    in_use: whether anything was asked to leave.
-    share: of what a forward saves, that leaves where the plan decides.
-    last_offloaded: of the last, and of all that may, bytes.
+    state_to_come: returns the bytes of host memory that state will take in addition.
+    sample: samples the device's memory when most tensors are saved. runs_short: whether little of it is free; None
+        where no plan moves saved tensors. give_way: moves all state off the device for a tensor of this many bytes.
+    in_use: whether user code asked that saved tensors move.
+    share: the share of a forward's saved bytes that moves where the plan decides.
+    last_offloaded: bytes of the last forward that moved, and all bytes that it saved.
     """
 
     weights: StreamedWeights | None = None
@@ -85,11 +85,11 @@ class ActivationOffload:
         self._state_to_come = state_to_come
         self._of_thread = threading.local()
         self._last: Sequence[int] = ()
-        """The sizes of what the last forward saved, in order."""
+        """The sizes of the tensors that the last forward saved, in order."""
         self._recent: weakref.WeakSet[SavedByForward] = weakref.WeakSet()
-        """Of the forwards whose share the plan decides."""
+        """The forwards whose share the plan decides."""
         self._timed: SavedByForward | None = None
-        """The last forward whose times are asked for; not the very first, which is slow."""
+        """The last forward that is timed; not the very first one, which is slow."""
         self._groups: tuple[SavedTensors, ...] = ()
         self._told = False
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=MOST_STALLS)
@@ -97,19 +97,19 @@ class ActivationOffload:
         self._totals: deque[int] = deque(maxlen=REMEMBERED)
         self._planned = 0.0
         self._restored: Job | None = None
-        """The last transfer to the device, after which all blocks that were given back are free."""
+        """The last transfer to the device; no released block is read after it."""
         self._denied: weakref.WeakSet[Saved] = weakref.WeakSet()
-        """For which there was no room on the host."""
+        """The tensors for which the pool had no block."""
         self._travelling = Travelling()
         self._wanted = 0
-        """The most bytes on the host that there would have been at a time, if the pool had been as large."""
+        """The most bytes that would have been on the host at a time with a pool large enough."""
         total = device.memory().total
         self.least_bytes = LEAST_BYTES if device.known_profile is None else min(LEAST_BYTES, total >> _SCALE)
 
     def prepare(self, amount: Amount) -> None:
-        """Make room on the host before the first forward, of which nothing is known.
+        """Pin a pool on the host before the first forward, whose size is not known.
 
-        What is given as bytes is what there can be; of a share, the same share of the device's memory.
+        An amount in bytes is the most that moves; for a share, the pool is that share of the device's memory.
         """
         self.in_use, self._follows_plan = True, self._follows_plan or amount == "auto"
         if not self.pool.nbytes and amount != "auto":
@@ -117,16 +117,14 @@ class ActivationOffload:
             self.pool.resize(min(guess, self._left_on_host() // 2))
 
     def follow_plan(self, plan: Plan | None) -> None:
-        """Follow the plan, and size the room on the host; called between iterations.
-
-        Pinning takes long, and must not hold up ranks.
-        """
-        self._travelling.let_go_of_lost(self.device)
+        """Follow the plan, and resize the pool. Called between iterations: pinning takes long, and other ranks wait."""
+        self._travelling.release_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
             planned = min(1.0, plan.activation_bytes / self._total)
-            # Where it falls, state that has to make room leaves first: in this step.
+            # A share that falls takes effect an iteration later: this step first moves the state off the device whose
+            # memory the tensors that stay will take.
             self.share, self._planned = max(planned, self._planned), planned
         self._wanted = max(self._wanted, int(self.share * self._total))
         wanted = self._wanted + self._wanted // 8
@@ -134,32 +132,33 @@ class ActivationOffload:
             size = min(wanted, self._left_on_host() + self.pool.nbytes)
             if not self.pool.nbytes <= size <= self.pool.nbytes + self.pool.nbytes // 8:
                 if self._restored is not None:
-                    # The device is done with the present memory then, which can go before there is other.
+                    # The device reads the present region until then. It is released before another is pinned, so that
+                    # the host never holds both.
                     self._restored.wait()
                     self._restored = None
-                    for jobs in (self._given, self._moves):  # which have it, too
+                    for jobs in (self._given, self._moves):  # jobs refer to the memory that they copy
                         jobs.clear()
                 self.pool.resize(size)
 
     def ran_out(self) -> None:
-        """The user's own code ran out of the device's memory: all that can leave does, until the next plan is made."""
+        """Move all saved tensors until the next plan, because user code ran out of device memory."""
         if self._follows_plan:
             self.share = self._planned = 1.0
             self.follow_plan(None)
 
     def away(self) -> int:
-        """Bytes that are not on the device as the plan has said."""
+        """Return the bytes of saved tensors that are not on the device, as the plan wants."""
         return sum(forward.away_bytes for forward in list(self._recent))
 
     @property
     def leaving(self) -> int:
-        """Bytes that have left in this forward, or are to, where the plan decides."""
+        """Bytes of this forward that have moved or will move, where the plan decides."""
         return int(self.share * self._total) + 1  # as the share was rounded
 
     def recorded(self, room: Room, ran_out_again: bool) -> dict[str, Any]:
-        """The fields of a workload about saved tensors, where the plan decides how much of them moves.
+        """Return the fields of a workload about saved tensors, where the plan decides how many of them move.
 
-        room: of the device, for state. ran_out_again: whether the user's code ran out of memory, and again at once.
+        room: bytes of the device for state. ran_out_again: whether user code ran out of memory, and again at once.
         """
         if not self._groups:
             return {}
@@ -171,7 +170,8 @@ class ActivationOffload:
         short = total if ran_out_again else -(-room.short // step) * step
         least = next((n for n in accumulate(g.nbytes for g in groups) if peak_room(groups, n) >= short), total)
         least = least if short else 0
-        # More makes no room: when backward ends there are all gradients beside state, and what is coming back.
+        # Moving more gives state no room: when backward ends, all gradients are on the device beside the state, and the
+        # tensors that are being restored.
         useful = least + max(0, room.more - (total - peak_room(groups, total)))
         most = min((self._left_on_host() + self.pool.nbytes) * 8 // 9, useful)
         return {
@@ -182,7 +182,7 @@ class ActivationOffload:
 
     @property
     def _total(self) -> int:
-        """Bytes that a forward saves at most."""
+        """The most bytes that one of the last forwards saved."""
         return max(self._totals, default=0)
 
     def _left_on_host(self) -> int:
@@ -193,7 +193,7 @@ class ActivationOffload:
 
     @exclusive
     def begin(self, key: object, amount: Amount, known: Iterable[Tensor]) -> None:
-        """A forward begins in this thread; nothing leaves if no graph is made, or all that runs is recorded.
+        """Begin a forward in this thread. No tensor moves if autograd makes no graph, or if a graph is captured.
 
         known: parameters and buffers, which stay.
         """
@@ -217,25 +217,25 @@ class ActivationOffload:
 
     @exclusive
     def end(self, key: object) -> None:
-        """The forward has ended, however it did; nothing if it has not begun."""
+        """End the forward, even one that raised; do nothing if it has not begun."""
         stack = self._stack
         if all(other is not key for other, *_ in stack):
             return
         ended = None
-        # Forwards that began within this one and did not come to their hook end with it.
+        # Forwards that began within this one and raised, so that torch ran no hook at their end, end with it.
         while ended is not key:
             ended, hooks, forward, amount = stack.pop()
             hooks.__exit__()
             if forward.timed:
                 forward.marks.append(self.device.mark())
-            # The last operation has run, and no later one comes that would say so.
+            # The last operation has run, and no later one shows that.
             self._send_waiting(forward)
             self.last_offloaded = forward.offloaded_bytes, forward.nbytes
-            if forward.offloaded_bytes:  # callers still have what they gave, which may have left in vain
+            if forward.offloaded_bytes:  # callers may still refer to their tensors, whose memory is then not released
                 self._look()
             if forward.sizes:
-                if not self._last and isinstance(amount, float):  # nothing was known, and all that could has left
-                    self._wanted = sum(forward.sizes[: _leaving(amount, forward.sizes)])
+                if not self._last and isinstance(amount, float):  # no size was known, and all tensors have moved
+                    self._wanted = sum(forward.sizes[: _count_moving(amount, forward.sizes)])
                 self._last = forward.sizes
                 self._totals.append(forward.nbytes)
 
@@ -245,34 +245,34 @@ class ActivationOffload:
         return self._of_thread.__dict__.setdefault("stack", [])
 
     def _chosen(self, amount: Amount) -> Callable[[SavedByForward], bool]:
-        """Whether the last born may leave: those saved first do, until it is as much as asked for."""
+        """Return whether the tensor saved last moves; the first ones do, until as much moves as was asked for."""
         if amount == "auto":
             if not self._told:
                 return self._short()
             amount = self.share
         if not isinstance(amount, float):
-            return lambda forward: forward.leaving_bytes + forward.sizes[-1] <= amount
-        # By place, not by bytes, so that batches of other lengths are divided alike.
-        count = _leaving(amount, self._last)
+            return lambda forward: forward.moving_bytes + forward.sizes[-1] <= amount
+        # By place, not by bytes, so that the same layers' tensors move in batches of other lengths.
+        count = _count_moving(amount, self._last)
         return lambda forward: amount > 0 and (not self._last or len(forward.sizes) <= count)
 
     def _short(self) -> Callable[[SavedByForward], bool]:
-        """Whether the last born leaves as long as there is no plan: all do once the device's memory runs short."""
-        short = self.share > 0  # the user's code ran out of it
+        """Return whether the tensor saved last moves before there is a plan: all do once device memory runs short."""
+        short = self.share > 0  # user code ran out of memory
 
-        def leaves(_: SavedByForward) -> bool:
+        def moves(_: SavedByForward) -> bool:
             nonlocal short
             runs_short = None if short or self.runs_short is None else self.runs_short()
             if runs_short is not None and runs_short():
                 short = True
-                if not self.pool.nbytes:  # how much a forward saves is known once it has ended
+                if not self.pool.nbytes:  # the bytes that a forward saves are known only when it has ended
                     self.pool.resize(min(self.device.memory().total, self._left_on_host() // 2))
             return short
 
-        return leaves
+        return moves
 
     def _pack(self, tensor: Any, forward: SavedByForward, lasting: frozenset[int]) -> Kept:
-        """The stand-in that autograd keeps for a tensor that it saves."""
+        """Return the stand-in that autograd keeps for a tensor that it saves."""
         part = local(tensor)
         if self.weights is not None:
             self.weights.on_saving(tensor)
@@ -283,9 +283,10 @@ class ActivationOffload:
         return Kept(tensor)
 
     def _is_eligible(self, tensor: Any, part: Tensor, lasting: frozenset[int]) -> bool:
-        """Whether the tensor may leave: not so parameters and buffers, nor views of them, which leaving would not free.
+        """Return whether the tensor may move.
 
-        Under FSDP2 gathered parameters are such. While a part of the forward is recorded, none may.
+        Parameters and buffers, views of them, and parameters that FSDP2 has gathered stay, because moving would release
+        no memory. While a graph is captured, all tensors stay.
         """
         plain = type(tensor) is Tensor or is_sharded(tensor)
         if not plain or part.layout is not torch.strided or not self.device.owns(part) or self._is_recorded():
@@ -301,7 +302,7 @@ class ActivationOffload:
         return min(part.nbytes, storage.nbytes()) >= self.least_bytes
 
     def _is_recorded(self) -> bool:
-        """Whether what runs now will run again without its hooks: of a CUDA graph, or of a graph of torch.fx."""
+        """Return whether operations are captured in a CUDA graph or by torch.fx, which replay them without hooks."""
         return self.device.capturing() or _is_traced()
 
     @torch.no_grad()
@@ -315,21 +316,21 @@ class ActivationOffload:
             if forward.timed:
                 forward.marks.append(self.device.mark())
             if forward.backward_began:
-                # Backward reads this forward already: what left now would have to come back at once.
+                # Backward reads this forward already: a tensor that moved now would have to be restored at once.
                 pass
-            elif forward.may_leave(forward):
+            elif forward.moves(forward):
                 forward.waiting[saved] = node
-            else:  # what stays takes the memory of what has left last
+            else:  # a tensor that stays needs the memory of tensors that have moved
                 forward.kept_bytes += forward.sizes[saved.number]
-                self._let_go(forward)
+                self._release_saved(forward)
         else:
             forward.add(saved)
             if saved in forward.waiting:
                 forward.waiting[saved] = node
         saved.note(tensor)
         self._send_waiting(forward, node)
-        # The operation on this stream may still read the memory when the tensor has left and it is freed. The allocator
-        # knows only the stream that the memory was taken for, so this one is recorded.
+        # The operation on this stream may still read the memory when the tensor has moved and the memory is released.
+        # The allocator knows only the stream that allocated it, so this stream is recorded.
         self.device.keep(part)
         return Packed(tensor, part, saved)
 
@@ -337,7 +338,7 @@ class ActivationOffload:
     def _send_waiting(self, forward: SavedByForward, saving: Node | None = None) -> None:
         """Start the copies for operations that have run: for all but `saving`, which packs a tensor now.
 
-        An operation may fill what it has saved, as rrelu does with its noise, and no counter shows that.
+        An operation may fill a tensor after saving it, as rrelu does with its noise, and no counter shows that.
         """
         if self._is_recorded():
             return
@@ -348,32 +349,33 @@ class ActivationOffload:
                     self._send(saved, forward)
 
     def _send(self, saved: Saved, forward: SavedByForward) -> None:
-        """Start its way to the host, if there is room, and let go of what has arrived there."""
+        """Start the copy to the host, if the pool has a block, and release tensors that have arrived there."""
         block = self.pool.take(saved.nbytes)
         if block is None:
             self._denied.add(saved)
         else:
-            # On another stream a backward may still run, which has given this block back.
-            self._moves.append(saved.leave(block, () if self._restored is None else (self._restored,)))
+            # Behind the last restore: a backward that runs on another stream may still read the released block.
+            self._moves.append(saved.save(block, () if self._restored is None else (self._restored,)))
             # Weak: autograd alone decides how long a saved tensor lives.
             forward.under_way.append(weakref.ref(saved))
             forward.offloaded_bytes += forward.sizes[saved.number]
         self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
-        self._let_go(forward)
+        self._release_saved(forward)
 
-    def _let_go(self, forward: SavedByForward) -> None:
-        """Free what has left, but for what may be on its way beside what stays."""
+    def _release_saved(self, forward: SavedByForward) -> None:
+        """Release device memory of tensors that move, except of the last ones, whose copies may run on."""
         under_way = [each for each in (reference() for reference in forward.under_way) if each is not None]
         kept = forward.kept_bytes
         least = 0 if kept else _AT_ONCE
-        while len(under_way) > least and kept + sum(each.nbytes for each in under_way[1:]) >= forward.window:
+        while len(under_way) > least and kept + sum(each.nbytes for each in under_way[1:]) >= forward.part_bytes:
             with self._stall(forward):
-                under_way.pop(0).free()
+                under_way.pop(0).release()
+        # Weak, as above: `under_way` must not keep ranges whose graph user code has released.
         forward.under_way = list(map(weakref.ref, under_way))
 
     @contextlib.contextmanager
     def _stall(self, forward: SavedByForward) -> Iterator[None]:
-        """Surrounds what may wait for a saved tensor. The plan counts such waits itself, if it says what leaves."""
+        """Surround a wait for a saved tensor, and mark it where the plan decides: the plan counts such waits itself."""
         if forward not in self._recent:
             yield
             return
@@ -382,23 +384,23 @@ class ActivationOffload:
         self._stalls.append((before, self.device.mark()))
 
     def stalls(self) -> Sequence[tuple[Mark, Mark]]:
-        """Where each wait began and ended since this was asked last."""
+        """Return where each wait began and ended since the last call of this."""
         found, self._stalls = self._stalls, deque(maxlen=MOST_STALLS)
         return found
 
     def moves(self) -> deque[Job]:
-        """The transfers since this was asked last, in the order of their issue."""
+        """Return the transfers since the last call of this, in the order of their issue."""
         self._given, self._moves = self._moves, deque(maxlen=MOST_STALLS)
         return self._given
 
     def _look(self) -> None:
-        """Take a sample of the device's memory, of which there is little."""
+        """Sample the device's memory at a peak."""
         sample = self.sample()
         if sample is not None:
             sample(always=True)
 
     def _unpack(self, packed: Kept) -> Tensor:
-        """The tensor, when backward needs it. Raises RuntimeError if it was written to."""
+        """Return the tensor, which backward needs now. Raises RuntimeError if it was written to."""
         packed.check()
         if isinstance(packed, Packed):
             return self._fetch(packed)
@@ -418,13 +420,13 @@ class ActivationOffload:
             forward.due[saved.number] = self.device.mark()
         if saved.away:
             try:
-                self._bring_back(saved)
+                self._restore(saved)
             except torch.OutOfMemoryError:
                 give_way = self.give_way()
                 if give_way is None:
                     raise
                 give_way(saved.nbytes)  # backward cannot wait, state can
-                self._bring_back(saved)
+                self._restore(saved)
         if saved.spent:  # another backward begins
             for other in forward.before():
                 other.spent = False
@@ -432,24 +434,24 @@ class ActivationOffload:
             found = saved.read(packed)
         ahead = 0
         for count, other in enumerate(each for each in forward.before(saved) if not each.spent):
-            if count >= _AT_ONCE and ahead >= forward.window:
+            if count >= _AT_ONCE and ahead >= forward.part_bytes:
                 break
             ahead += other.nbytes
             if other.away:
                 try:
-                    self._bring_back(other)
+                    self._restore(other)
                 except torch.OutOfMemoryError:
-                    break  # there may be memory when it is needed
+                    break  # there may be memory when backward needs it
         return found
 
-    def _bring_back(self, saved: Saved) -> None:
-        """Start its way back. Raises torch.OutOfMemoryError."""
-        self._restored = saved.bring_back()
+    def _restore(self, saved: Saved) -> None:
+        """Start the copy back to the device. Raises torch.OutOfMemoryError."""
+        self._restored = saved.restore()
         self._moves.append(self._restored)
 
 
 class Surrounding(contextlib.AbstractContextManager[None]):
-    """Surrounds forwards, one after another. amount: of what each saves leaves. known: as in `begin`."""
+    """A context for forwards, one after another. amount: how much of each one's tensors moves. known: as in `begin`."""
 
     def __init__(self, offload: ActivationOffload, amount: Amount, known: Iterable[Tensor]) -> None:
         self._offload, self._amount, self._known = offload, amount, known
@@ -461,14 +463,14 @@ class Surrounding(contextlib.AbstractContextManager[None]):
         self._offload.end(self)
 
 
-def _leaving(share: float, sizes: Sequence[int]) -> int:
-    """How many of tensors of these sizes make up a share of the bytes, from the first one on."""
+def _count_moving(share: float, sizes: Sequence[int]) -> int:
+    """Return the number of tensors of these sizes, from the first one on, that make up a share of the bytes."""
     sums = [*accumulate(sizes, initial=0)]
     return bisect_right(sums, sums[bisect_left(sums, round(share * sums[-1]))]) - 1
 
 
 def _range(part: Tensor) -> Range:
-    """The bytes of its storage that leave with a tensor: all of them where it is a large part."""
+    """Return the bytes of the storage that move with a tensor: all of them where the tensor has half or more."""
     extent = 1 + sum(int((size - 1) * stride) for size, stride in zip(part.size(), part.stride(), strict=True))
     first, nbytes = int(part.storage_offset()) * part.itemsize, extent * part.itemsize
     storage = part.untyped_storage()
@@ -477,19 +479,19 @@ def _range(part: Tensor) -> Range:
 
 
 def _node() -> Node:
-    """The last autograd node that this thread has made: while a tensor is packed, the one that saves it."""
+    """Return the last autograd node that this thread has made: while a tensor is packed, the node that saves it."""
     return threading.get_ident(), next_node()
 
 
 def _is_traced() -> bool:
-    """Whether torch.fx makes a graph of what runs."""
-    # Before this module is imported, which takes a second, there is no such mode.
+    """Return whether torch.fx traces the operations that run."""
+    # Not imported here, which takes a second: before user code imports the module, there is no such mode.
     tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
     return tracing is not None and tracing.get_proxy_mode() is not None
 
 
 def checked_amount(value: object) -> Amount | None:
-    """How much leaves: a share from 0 to 1 as a float, bytes as an int, "auto", or None. 0 and 1 are shares.
+    """Return how much moves: a share from 0 to 1 as a float, bytes as an int, "auto", or None. 0 and 1 are shares.
 
     Raises TypeError or ValueError for anything else.
     """

@@ -1,4 +1,4 @@
-"""A pinned region of host memory, of which `ActivationOffload` takes a block for each saved tensor that it moves."""
+"""A pinned region of host memory, from which `ActivationOffload` takes a block for each saved tensor that it moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dos.state.arena import aligned
 
 
 class Block:
-    """Memory of a pool from `start` to `end`, free once this is collected. tensor: what was asked for, 1-D uint8."""
+    """Memory of a pool from `start` to `end`, free once this is collected. tensor: of the size asked for, 1-D uint8."""
 
     __slots__ = ("__weakref__", "end", "start", "tensor")
 
@@ -22,17 +22,18 @@ class Block:
 
 
 class HostPool:
-    """One pinned region. nbytes: of it."""
+    """One pinned region of `nbytes`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.resize(0)
 
     def resize(self, nbytes: int) -> None:
-        """Have a region of this size in place of the present one, whose memory goes with its last block."""
+        """Replace the region by one of this size; the memory of the old one is released with its last block."""
         self.nbytes = 0
         self._blocks: list[weakref.ref[Block]] = []  # by address
-        self._region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes before there is another
+        # The old region is released before another is allocated, so that the host never holds both.
+        self._region = torch.empty(0, dtype=torch.uint8, device="cpu")
         nbytes = aligned(nbytes)
         if nbytes:
             region = lazy_zeros(nbytes, torch.uint8)
@@ -45,11 +46,11 @@ class HostPool:
         return sum(block.end - block.start for block in self._in_use())
 
     def take(self, nbytes: int) -> Block | None:
-        """A block of this size, the first that there is room for; None if there is none."""
+        """Return a block of this size in the first gap that is large enough; None if no gap is."""
         needed, blocks, end = aligned(nbytes), self._in_use(), 0
         for place, start in enumerate([*(block.start for block in blocks), self.nbytes]):
             if start - end >= needed:
-                # The list below refers to it weakly: a block is free once nobody needs what was copied there.
+                # The list refers to blocks weakly: a block is free once no saved tensor refers to it.
                 found = Block(self._region[end : end + nbytes], end, end + needed)
                 self._blocks = [weakref.ref(block) for block in (*blocks[:place], found, *blocks[place:])]
                 return found
@@ -57,4 +58,5 @@ class HostPool:
         return None
 
     def _in_use(self) -> list[Block]:
+        # Strong references while the caller looks for a gap: any thread may collect a saved tensor and its block.
         return [block for block in (reference() for reference in self._blocks) if block is not None]

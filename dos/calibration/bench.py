@@ -1,4 +1,4 @@
-"""Runs updates and copies on this machine and takes their time: medians with their spread."""
+"""Times updates and copies on this machine: medians with their spread."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
 
 
 def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bool) -> dict[Format, AdamArrays]:
-    """Tensors that updates of so many parameters read and write, in mixed precision and, if wanted, in other formats.
+    """Return the tensors of updates of `numel` parameters in mixed precision and, if wanted, in all formats.
 
-    They share what has the same meaning, so that each finds numbers of usual size.
+    Formats share tensors of the same meaning, so that each update reads numbers of usual size.
     """
     low = getattr(torch, MIXED.values)
     state = {field.name: zeros(numel, getattr(torch, field.type)) for field in MIXED.fields}
-    gradient = zeros(numel, low).fill_(1e-3)  # so that its pages exist: nothing else writes to it
+    gradient = zeros(numel, low).fill_(1e-3)  # allocates its pages: no update writes to it
     parameter = zeros(numel, low)
     mixed = AdamArrays(gradient, state.pop(MASTER), **state, out=parameter)
     if not formats:
@@ -44,16 +44,12 @@ def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bo
 
 
 def host_zeros(device: Device | None, numel: int, dtype: torch.dtype) -> Tensor:
-    """1-D zeros from a page boundary on, from which the device, if there is one, copies fast."""
+    """Return 1-D zeros on a page boundary, pinned for the device if there is one."""
     return lazy_zeros(numel, dtype) if device is None else pinned_zeros(device, numel, dtype)
 
 
-def _update(arrays: AdamArrays, numel: int, threads: int = 0) -> None:
-    adam_update(arrays.slice(0, numel), step=_STEP, threads=threads)
-
-
 class Bench:
-    """The memory that is measured on, and goes with it, and the measurements. All figures are means over the ranks."""
+    """The measurements, and the memory that they use. All figures are means over the ranks."""
 
     def __init__(self, device: Device | None, rounds: Rounds) -> None:
         self._rounds = rounds
@@ -75,34 +71,37 @@ class Bench:
             job.wait()  # the zeros are written before other streams use them
 
     def cpu_update(self, threads: Sequence[int]) -> dict[int, Figure]:
-        """Parameters/s by number of threads. They take turns, so that a change of load meets all of them."""
+        """Measure parameters/s by number of threads, in turns, so that a change of load affects all of them."""
         counts = list(dict.fromkeys(threads))
         seconds = self._rounds.timed(lambda: [[self.update_host(n).duration] for n in counts], len(counts))
         return {n: each.rate(self._effort.host_numel) for n, each in zip(counts, seconds, strict=True)}
 
     def cpu_speeds(self, threads: int) -> dict[str, Figure]:
-        """How many times as fast as in mixed precision the CPU updates in each other format. They take turns."""
+        """Measure how many times as fast as in mixed precision the CPU updates in each other format, in turns."""
         return self._speeds("cpu", lambda: [self.update_host(threads, kept).duration for kept in self._host])
 
     def cpu_share(self, threads: int) -> float:
-        """Of the time that so many threads wanted to run, the share for which other programs let them."""
+        """Return the share of CPU time that this number of threads got from other programs, of the time they wanted."""
         return min(f.value for f in self._rounds.exchange(Figure.of(self._granted[threads])))
 
     @property
     def link(self) -> Link:
-        """The figures of copies."""
+        """The measurements of copies."""
         nbytes = self._effort.copy_bytes
         update = "cpu_update_rate_beside"
         return Link(self._rounds, _BANDWIDTHS, "copy_latency_s", update, nbytes, nbytes // SMALL, self._transfer)
 
     def device_update(self) -> dict[str, Figure]:
-        """Parameters/s, and seconds of fixed cost of a launch."""
+        """Measure parameters/s on the device, and the fixed cost of a launch in seconds."""
         numel = self._effort.device_numel
         rate, fixed = self._rounds.fit(lambda n: self._updates([MIXED] * _BATCH, n), numel, numel // SMALL)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
 
     def device_speeds(self, alone: dict[str, Figure]) -> dict[str, Figure]:
-        """How many times as fast as in mixed precision the device updates in each other format; fixed costs apart."""
+        """Measure how many times as fast as in mixed precision the device updates in each other format.
+
+        Without the fixed cost of a launch.
+        """
         fixed = alone["launch_latency_s"].value
 
         def run() -> list[float]:
@@ -112,14 +111,14 @@ class Bench:
         return self._speeds("gpu", run)
 
     def update_host(self, threads: int, kept: Format = MIXED) -> Span:
-        """An update by so many threads, of state in this format."""
+        """Run an update with this number of threads, of state in this format; return its span."""
         numel, device = self._effort.host_numel, self._device
         update: AbstractContextManager[float] = nullcontext(time.perf_counter())
         if device is not None:
             update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)
         with update as start:
             wall, used = time.perf_counter(), time.process_time()
-            _update(self._host[kept], numel, threads)
+            adam_update(self._host[kept].slice(0, numel), step=_STEP, threads=threads)
             wall, used = time.perf_counter() - wall, time.process_time() - used
         self._granted[threads].append(used / (wall * threads))
         return Span(Lane.CPU, Op.UPDATE, 0, start, time.perf_counter())
@@ -133,32 +132,33 @@ class Bench:
         return self._accelerator.allocate(numel * dtype.itemsize).view(dtype).zero_()
 
     def _updates(self, formats: Sequence[Format], numel: int) -> list[Span]:
-        """Updates of state in these formats, one behind the other, on a device that has not to wait for the host."""
+        """Run updates of state in these formats one after the other, and keep the device from waiting for the host."""
         device = self._accelerator
-        # To launch an update takes the host as long as millions of parameters take the device, which would idle between
-        # its start and its end (seen on an H200: a rate of 1.8e11, where 1.4e11 is what its memory allows).
+        # Launching an update takes the host as long as millions of parameters take the device, which would idle between
+        # its start and its end (seen on an H200: a rate of 1.8e11, where its memory allows 1.4e11).
         ahead = self._copy(Op.PREFETCH, self._effort.copy_bytes, 1) if device.queues else []
         jobs = []
         for kept in formats:
-            # As the engine does, before the device notes the start.
+            # As the engine does, before the device records the start.
             update = prepare([AdamBatch([self._on_device[kept].slice(0, numel)])], [_STEP])
             jobs.append(device.launch(0, update, numel, ahead, state_format=kept.name))
         return [job.wait() for job in jobs]
 
     def _transfer(self, op: Op, nbytes: int) -> list[Span]:
-        """Some copies, all of which are queued before the first is waited for."""
+        """Run several copies, all of which are queued before the wait for the first; return their spans."""
         return [job.wait() for job in self._copy(op, nbytes, _BATCH)]
 
     def _copy(self, op: Op, nbytes: int, count: int) -> list[Job]:
-        """As the engine copies a subgroup's state: all tensors in one job."""
+        """Queue copies as the engine copies a subgroup's state: all tensors in one job."""
         destination, source = (end[: nbytes // 4].chunk(len(MIXED.fields)) for end in self._ends[op])
         copies = list(zip(destination, source, strict=True))
         return [self._accelerator.copy(op, 0, copies) for _ in range(count)]
 
     def _speeds(self, lane: str, run: Callable[[], list[float]]) -> dict[str, Figure]:
-        """By field of HardwareProfile. run: gives the seconds of an update in each format, mixed precision first.
+        """Return speeds by field of HardwareProfile.
 
-        They are compared within a round, so that a change of load between rounds cancels out.
+        run: returns the seconds of an update in each format, mixed precision first. Formats are compared within a
+        round, so that a change of load between rounds cancels out.
         """
 
         def ratios() -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""Measures this machine and keeps its profile for DOSAdam: ``python -m dos.calibrate [--quick] [--disk DIR]``."""
+"""Measures this machine and saves its profile for DOSAdam: ``python -m dos.calibrate [--quick] [--disk DIR]``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dos.state.disk import DiskError
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 EMULATED_SLOWDOWN = 1000
-"""Emulated machines run at their rates divided by this, so that any host keeps up with them."""
+"""The divisor of emulated machines' rates, so that any host keeps up with them."""
 
 NOISY = 0.10
-"""A figure with a spread above this is not to be trusted."""
+"""The spread above which a figure is not trusted."""
 
 _ROWS = {
     "cpu_update_rate": ("CPU update", "param/s"),
@@ -57,11 +57,11 @@ _ROWS = {
     "disk_write_bandwidth_beside": ("  while reading and updating", "B/s"),
     "disk_latency_s": ("fixed cost of a read or write", "s"),
 }
-"""Figures in the order of the table: what they are called there, and their unit."""
+"""Figures in the order of the table: their names there, and their units."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit status; bad arguments exit with 2."""
+    """Run the command. Returns its exit status; bad arguments exit with 2."""
     arguments = _parse(argv)
     device: Device | None = arguments.device
     leader = os.environ.get("RANK", "0") == "0"
@@ -101,12 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def thread_counts(limit: int) -> list[int]:
-    """1, 2, 4, ... and the limit itself."""
+    """Return 1, 2, 4, ... and the limit itself."""
     return [2**i for i in range(limit.bit_length()) if 2**i < limit] + [limit]
 
 
 def table(found: Measurement, profile: HardwareProfile) -> Table:
-    """All figures with units; those with a large spread are marked."""
+    """Return a table of all figures with units; figures with a large spread are marked."""
     result = Table("", "value", "spread", "", title=profile.provenance.machine)
     for column in (1, 2):
         result.columns[column].justify = "right"
@@ -127,9 +127,9 @@ def table(found: Measurement, profile: HardwareProfile) -> Table:
 
 
 def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host_cores: int) -> list[str]:
-    """Notes for the user besides the figures, a line each.
+    """Return notes for the user beside the figures, a line each.
 
-    cores: on which this process may run, of so many host_cores.
+    cores: the number of cores on which this process may run, of `host_cores`.
     """
     tried = ", ".join(f"{n}: {quantity(f.value, 'param/s')}" for n, f in found.trials.items())
     lines = [f"CPU threads: {found.threads} (the fewest within 3% of the best of {tried})."]
@@ -163,7 +163,7 @@ def remarks(found: Measurement, environment: Mapping[str, str], cores: int, host
 
 
 def quantity(value: float, unit: str) -> str:
-    """Three digits and a prefix: `45.6 GB/s`; none for a multiple of the rate above it: `1.05 times`."""
+    """Format with three digits and a prefix: `45.6 GB/s`; without a prefix for "times": `1.05 times`."""
     prefixes = {1e12: "T", 1e9: "G", 1e6: "M", 1e3: "k", 1.0: "", 1e-3: "m", 1e-6: "µ"}
     if unit == "times":
         return f"{value:.3g} times"
@@ -172,7 +172,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def _save(profile: HardwareProfile, name: str, output: Path | None, console: Console) -> int:
-    """Write the profile where DOSAdam finds it, and to `output`; the exit status."""
+    """Write the profile where DOSAdam finds it, and to `output`; return the exit status."""
     try:
         if output is not None:
             profile.save(output)
@@ -189,7 +189,7 @@ def _save(profile: HardwareProfile, name: str, output: Path | None, console: Con
 
 @contextmanager
 def _ranks() -> Iterator[Exchange]:
-    """An exchange among all ranks of a launcher, or with oneself."""
+    """Yield an exchange among all ranks of a launcher, or of this process alone."""
     if not (os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ):
         yield lambda value: [value]
         return
@@ -207,7 +207,7 @@ def _ranks() -> Iterator[Exchange]:
 
 
 def _cores_per_rank(exchange: Exchange) -> int:
-    """This rank's share of its cores. Ranks that were bound to cores of their own share none."""
+    """Return this rank's share of its cores. Ranks that are bound to cores of their own share none."""
     host, cores = platform.node(), usable_cores()
     sharing = sum(host == other and bool(cores & theirs) for other, theirs in exchange((host, cores)))
     return max(1, len(cores) // sharing)
@@ -258,7 +258,7 @@ def _file(text: str) -> Path:
 
 def _folder(text: str) -> Path:
     path = Path(text).absolute()
-    with suppress(OSError):  # such as of a name that is too long
+    with suppress(OSError):  # the name may be too long
         if path.parent.is_dir():
             return path
     raise argparse.ArgumentTypeError(

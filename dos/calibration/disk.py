@@ -1,4 +1,4 @@
-"""Reads and writes state on disk, as training does, and takes the time."""
+"""Times reads and writes of state on disk, as training does them."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES, lane_speeds
 
 LEAST_BYTES = 16 * PAGE
-"""Of a read or write; small ones, which show fixed costs, have a page at least."""
+"""The least bytes of a read or write; small ones, which show fixed costs, have a page or more."""
 
 _ROOM = 10
-"""All ranks together use one part in so many of the free room."""
+"""All ranks together use one part in this number of the free room."""
 _EXTENTS = 8
-"""With which each way takes turns, so that what a drive remembers of the last one does not count."""
+"""The number of extents for each way, used in turns, so that a drive's cache of the last one does not count."""
 _SMALL = 256
 """How many times smaller the reads and writes are that show fixed costs."""
 _PROBE_BYTES = 32 << 20
-"""With which it is found out how much can be written in the time that is given."""
+"""The bytes of a first write, which shows how much can be written in the time of an effort."""
 _EXPLAINED = 0.9
-"""A rate above this share of what the model predicts is explained by it."""
+"""The model explains a rate above this share of its prediction."""
 
 _LANES = {Op.READ: Lane.READ, Op.WRITE: Lane.WRITE}
 _BANDWIDTHS = {op: LANES[lane].rate for op, lane in _LANES.items()}
@@ -44,7 +44,7 @@ class DiskBench:
     """Extents of state on disk, half of them to be read, half to be written. All figures are means over the ranks."""
 
     def __init__(self, folders: Sequence[Path], device: Device | None, rounds: Rounds, ranks: int) -> None:
-        """Write all extents once. ranks: that share the folders. Raises OSError as `DiskSpace` does."""
+        """Write all extents once. ranks: the number that share the folders. Raises OSError as `DiskSpace` does."""
         self._folders = folders
         self._rounds = rounds
         self._device = device
@@ -61,7 +61,7 @@ class DiskBench:
         self._space.close()
 
     def note(self) -> str:
-        """The description of what was measured. Called before `close`."""
+        """Return the description of the measurement. Call it before `close`."""
         folders = f"disk rates are of {', '.join(map(str, self._folders))}"
         if self._space.direct:
             return folders
@@ -69,7 +69,7 @@ class DiskBench:
 
     @property
     def link(self) -> Link:
-        """The figures of reads and writes."""
+        """The measurements of reads and writes."""
         return Link(
             self._rounds, _BANDWIDTHS, "disk_latency_s", UPDATE_BESIDE, self._nbytes, self._small, self._transfer
         )
@@ -84,7 +84,7 @@ class DiskBench:
         return [Span(lane, op, 0, start, time.perf_counter())]
 
     def _fitting(self, ranks: int) -> int:
-        """Bytes of a read or write for which there is room, and time."""
+        """Return the bytes of a read or write for which there is room and time."""
         effort = self._rounds.effort
         room = self._space.free_bytes() // _ROOM // ranks // (len(_LANES) * (_EXTENTS + 1))
         nbytes = max(LEAST_BYTES, min(effort.disk_bytes, *self._rounds.exchange(room)))
@@ -93,12 +93,12 @@ class DiskBench:
         start = time.perf_counter()
         self._space.write(extent, buffer)
         rate = extent.nbytes / (time.perf_counter() - start)
-        self._space.free(extent)
+        self._space.release(extent)
         in_time = int(min(self._rounds.exchange(rate)) * effort.seconds / effort.repeats)
         return _pages(max(LEAST_BYTES, min(nbytes, in_time)))
 
     def _written(self, nbytes: int) -> list[Extent]:
-        """Extents of so many bytes: the first time that one is written takes longer."""
+        """Return extents of `nbytes`, written once, because the first write of an extent takes longer."""
         extents = self._space.allocate([nbytes] * _EXTENTS)
         for extent in extents:
             self._space.write(extent, self._buffers[Op.WRITE][:nbytes])
@@ -106,9 +106,9 @@ class DiskBench:
 
 
 def unexplained(figures: Mapping[str, Figure], profile: HardwareProfile) -> str:
-    """The slowdown of updates, reads and writes, all at once, that sharing host DRAM does not explain; "": nothing.
+    """Return a text about slowdowns of updates, reads and writes at once that host DRAM does not explain, or "".
 
-    profile: that was measured, of one rank.
+    profile: the measured one, of one rank.
     """
     rates = {lane: getattr(profile, service.rate) for lane, service in LANES.items()}
     traffic = {Lane.CPU: MIXED.update_traffic * rates[Lane.CPU], **{lane: rates[lane] for lane in _LANES.values()}}
@@ -127,6 +127,6 @@ def _pages(nbytes: int) -> int:
 
 
 def _random(buffer: Tensor) -> Tensor:
-    """The buffer with other bytes than zeros, which drives may store quicker."""
+    """Fill the buffer with random bytes, because drives may store zeros faster; return it."""
     buffer.view(torch.int64).random_()
     return buffer

@@ -1,4 +1,4 @@
-"""Measures this machine: which rates of the host, of the links and of the accelerator make its profile."""
+"""Measures this machine: the rates of the host, the links and the accelerator in its profile."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from perfmodel.format import BLOCK, MIXED
 from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
 
 Progress = Callable[[str, float], None]
-"""Told what is measured next, and the share of everything that is done."""
+"""A function of the label of the next measurement, and the share of all that is done."""
 
 ENOUGH_CPU = 0.8
-"""Share of the CPU time that it wanted with which a measurement can be trusted."""
+"""The least share of the CPU time that it wanted with which a measurement is trusted."""
 
 WITHIN = 0.03
-"""Fewer threads are preferred if they are slower by no more than this share."""
+"""The share by which fewer threads may be slower and are still preferred."""
 
 FULL = Effort(
     seconds=3.0,
@@ -56,9 +56,9 @@ class Measurement:
         `disk_read_bandwidth_beside` and `disk_write_bandwidth_beside`, those three at once.
     trials: parameters/s of the CPU update by number of threads.
     threads: the number chosen.
-    cpu_share: of the time that these threads wanted to run, the share for which other programs let them; 1 on an
+    cpu_share: the share of CPU time that these threads got from other programs, of the time they wanted; 1 on an
         emulated device, whose host mostly waits.
-    notes: what should be known of the figures, a sentence each.
+    notes: remarks on the figures, a sentence each.
     """
 
     figures: dict[str, Figure]
@@ -73,7 +73,7 @@ class Measurement:
         return self.cpu_share < ENOUGH_CPU
 
     def profile(self, base: HardwareProfile, machine: str, ranks: int = 1, note: str = "") -> HardwareProfile:
-        """The measured profile of a host with so many ranks; what was not measured is taken from `base`."""
+        """Return the measured profile of a host with `ranks`; figures that were not measured are those of `base`."""
         fields = [f.name for f in dataclasses.fields(base)]
         values: dict[str, Any] = {name: figure.value for name, figure in self.figures.items() if name in fields}
         parts = [note, *self.notes]
@@ -94,22 +94,21 @@ class Measurement:
 
 
 def base_profile(device: Device | None) -> HardwareProfile:
-    """Where figures that are not measured come from."""
+    """Return the profile for figures that are not measured."""
     known = None if device is None else device.known_profile
     return known or HardwareProfile.builtin("unknown")
 
 
 def name_of(device: Device | None) -> str:
-    """The accelerator's name in profiles."""
+    """Return the accelerator's name in profiles."""
     return "no accelerator" if device is None else device.name
 
 
 def measure_minimum(device: Device | None) -> HardwareProfile:
-    """A rough profile in under 2 s, for a first step on a machine that was never calibrated.
+    """Measure a rough profile in under 2 s, for a first step on a machine that was never calibrated.
 
-    It is of this rank as it is now, with the number of threads that updates have; the memory it needs is given back.
-    How fast updates are in each format of the state is not measured. Without enough device memory, or without a
-    device, only the host is.
+    It is of this rank with its present number of threads; the memory of the measurement is released. Updates are not
+    measured in each format of the state. Without enough device memory, or without a device, only the host is measured.
     """
     note = "roughly, at the first step; `python -m dos.calibrate` does better"
     threads = [kernel_threads()]
@@ -121,7 +120,7 @@ def measure_minimum(device: Device | None) -> HardwareProfile:
 
 
 def choose_threads(rates: dict[int, float]) -> int:
-    """The fewest threads within 3% of the best rate."""
+    """Return the fewest threads within 3% of the best rate."""
     return min(threads for threads, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values()))
 
 
@@ -138,15 +137,15 @@ def measure(
     """Measure the host, and the device and the disk if there are any.
 
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
-    ranks: that share the host's memory. disk: folders for state on disk.
+    ranks: the number that share the host's memory. disk: folders for state on disk.
 
     **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
     rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it max-min fairly. So
     it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
-    byte each) while all three run at once. Where they did not slow each other it is only known that the bandwidth is no
-    less, and the model then predicts what was seen: no slowdown. Without transfers, what the CPU update causes alone.
-    Never less than CPU update or transfers cause alone, or than CPU update, reads and writes cause together, or the
-    model would slow them even then. `cpu_traffic_factor` stays 1.
+    byte each) while all three run at once. Where they did not slow each other down, the bandwidth may be larger, and
+    the model predicts the same: no slowdown. Without transfers it is the bytes/s of the CPU update alone. It is never
+    less than the bytes/s of the CPU update or transfers alone, or of CPU update, reads and writes together, because the
+    model would slow them down even then. `cpu_traffic_factor` stays 1.
 
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
@@ -193,7 +192,7 @@ def measure(
 
 
 def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
-    """No larger than memory allows; on an emulated device, no longer than `emulated_s`."""
+    """Return the effort reduced to the memory, and on an emulated device to `emulated_s`."""
     host, on_device = effort.host_numel, effort.device_numel
     copied, on_disk = effort.copy_bytes, effort.disk_bytes
     rates, seconds = None if device is None else device.known_profile, effort.emulated_s
@@ -217,7 +216,7 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
 
 
 def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
-    """Bytes/s of host memory that one rank reaches; see `measure`."""
+    """Return the bytes/s of host memory that one rank reaches; see `measure`."""
     combinations = [
         ("cpu_update_rate",),
         ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),

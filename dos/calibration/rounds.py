@@ -16,11 +16,11 @@ import numpy as np
 from perfmodel import Op, Span
 
 Exchange = Callable[[Any], list[Any]]
-"""Gives every rank what each of them passed; returns once all have called."""
+"""Returns the values of all ranks to each of them, once all have called."""
 
 
 Work = Callable[[], list[Span]]
-"""Does some jobs of a kind; gives when they ran."""
+"""Runs some jobs of a kind; returns their spans."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Figure:
         return cls(middle, (high - low) / middle)
 
     def rate(self, amount: float) -> Figure:
-        """Of a figure in seconds: how much is done in a second if `amount` is done meanwhile."""
+        """Return `amount` per second, of a figure in seconds in which `amount` is done."""
         return Figure(amount / self.value, self.spread)
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure, and on how much.
+    """The duration and the size of measurements.
 
-    seconds: spent on each figure at least. repeats: of each figure at least, besides the warm-up.
+    seconds: the least for each figure. repeats: the least number for each figure, besides the warm-up.
     host_numel, device_numel: parameters updated at once on the host and on the device, far more than caches hold.
-    copy_bytes: bytes of one transfer. disk_bytes: of one read or write, at most.
+    copy_bytes: bytes of one transfer. disk_bytes: the most bytes of one read or write.
     emulated_s: seconds that one update or transfer of an emulated device may last.
-    formats: whether updates are measured in all formats of the state, or in mixed precision alone.
+    formats: whether updates are measured in all formats of the state, or only in mixed precision.
     """
 
     seconds: float
@@ -62,17 +62,18 @@ class Effort:
 
 
 class Rounds:
-    """Times work, as long as the effort says. All figures are means over the ranks."""
+    """Times work for as long as the effort says. All figures are means over the ranks."""
 
     def __init__(self, effort: Effort, exchange: Exchange) -> None:
         self.effort = effort
         self.exchange = exchange
 
     def timed(self, run: Callable[[], list[list[float]]], turns: int = 1) -> list[Figure]:
-        """Of rounds, after all ranks have begun together: of each list that `run` gives.
+        """Return a figure for each list of times that `run` returns, over rounds that all ranks begin together.
 
-        turns: so many times as long as the effort says.
+        turns: the factor of the effort's seconds.
         """
+        # All ranks begin together: one that measures alone would find the links and host DRAM free of the others.
         self.exchange(None)
         samples: list[list[float]] = [[] for _ in run()]  # warm-up: first touch, compilation, threads
         end = time.perf_counter() + turns * self.effort.seconds
@@ -84,9 +85,9 @@ class Rounds:
         return [self.agree(Figure.of(list_)) for list_ in samples]
 
     def fit(self, run: Callable[[int], list[Span]], size: int, small: int) -> tuple[Figure, Figure]:
-        """Size done in a second, and the fixed cost in seconds: the line of time against size through two sizes.
+        """Return the size done in a second, and the fixed cost in seconds, by a line of time through two sizes.
 
-        run: does some jobs of a size and gives when they ran.
+        run: runs some jobs of a size and returns their spans.
         """
 
         def seconds(size: int) -> list[list[float]]:
@@ -98,9 +99,9 @@ class Rounds:
         return Figure(size / (many.value - fixed), many.spread), Figure(fixed, few.spread)
 
     def together(self, works: Mapping[Op, Work], slowest_s: float, update: Work | None = None) -> dict[Op, Figure]:
-        """Seconds of one job of each work, and of `update`, while all of them run, again and again.
+        """Return the seconds of one job of each work, and of `update`, while all of them run repeatedly.
 
-        slowest_s: about what the slowest job takes.
+        slowest_s: the approximate seconds of the slowest job.
         """
         stop = threading.Event()
         self.exchange(None)
@@ -130,22 +131,22 @@ class Rounds:
         return {op: self.agree(Figure.of([s.duration for s in of_op])) for op, of_op in beside.items()}
 
     def agree(self, figure: Figure) -> Figure:
-        """The mean over all ranks."""
+        """Return the mean over all ranks."""
         return mean(self.exchange(figure))
 
 
 def mean(figures: Sequence[Figure]) -> Figure:
-    """With the largest spread."""
+    """Return the mean value with the largest spread."""
     return Figure(statistics.fmean(f.value for f in figures), max(f.spread for f in figures))
 
 
 class Link(NamedTuple):
     """The measurements of a link.
 
-    rates: the fields of HardwareProfile, by operation. latency: that of the fixed cost.
-    update: what the rate of CPU updates beside it is called.
-    nbytes, small: of a transfer, and of one that shows the fixed cost.
-    transfer: makes some transfers one way, of so many bytes each; gives when they ran.
+    rates: the fields of HardwareProfile, by operation. latency: the field of the fixed cost.
+    update: the name of the rate of CPU updates beside it.
+    nbytes, small: bytes of a transfer, and of a small one, which shows the fixed cost.
+    transfer: runs some transfers one way, with the bytes of each; returns their spans.
     """
 
     rounds: Rounds
@@ -157,18 +158,21 @@ class Link(NamedTuple):
     transfer: Callable[[Op, int], list[Span]]
 
     def alone(self) -> dict[str, Figure]:
-        """Bytes/s of each way alone, and seconds of fixed cost: the mean of both."""
+        """Measure the bytes/s of each way alone, and the mean of their fixed costs in seconds."""
         found = {op: self.rounds.fit(partial(self.transfer, op), self.nbytes, self.small) for op in self.rates}
         rates = {name: found[op][0] for op, name in self.rates.items()}
         return {**rates, self.latency: mean([fixed for _, fixed in found.values()])}
 
     def duplex(self, alone: Mapping[str, Figure]) -> dict[str, Figure]:
-        """Bytes/s of each way while both run; the fixed cost counted apart, as alone."""
+        """Measure the bytes/s of each way while both run, without the fixed cost, as alone."""
         alone_s, seconds = self._seconds(alone), self._together(alone)
         return {f"{name}_duplex": seconds[op].rate(alone[name].value * alone_s[op]) for op, name in self.rates.items()}
 
     def beside(self, alone: Mapping[str, Figure], update: Work, numel: int) -> dict[str, Figure]:
-        """Bytes/s of each way and parameters/s of `update`, of so many, while all three run; fixed costs included."""
+        """Measure bytes/s of each way and parameters/s of `update` while all three run, fixed costs included.
+
+        numel: parameters of one update.
+        """
         seconds = self._together(alone, update)
         rates = {f"{name}_beside": seconds[op].rate(self.nbytes) for op, name in self.rates.items()}
         return {self.update: seconds[Op.UPDATE].rate(numel), **rates}
@@ -178,5 +182,5 @@ class Link(NamedTuple):
         return self.rounds.together(works, max(self._seconds(alone).values()), update)
 
     def _seconds(self, alone: Mapping[str, Figure]) -> dict[Op, float]:
-        """Of a transfer alone."""
+        """Return the seconds of a transfer alone, by operation."""
         return {op: alone[self.latency].value + self.nbytes / alone[name].value for op, name in self.rates.items()}

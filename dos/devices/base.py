@@ -42,10 +42,10 @@ class Memory(NamedTuple):
 
 
 class Cached(NamedTuple):
-    """Bytes of device memory that this process has reserved, and what of them state could have though others cannot.
+    """Bytes of device memory that this process has reserved; `unused` of them, state can take and no other process.
 
-    least: of `unused`, when most was in use since this was asked last, negative if more was reserved then; None if
-    that is not known, or no more than before.
+    least: the least of `unused` since the last call, negative if more was reserved then; None if that is not known, or
+        the peak has not risen.
     """
 
     reserved: int
@@ -57,7 +57,7 @@ class Job(Protocol):
     """Work in flight."""
 
     def wait(self) -> Span:
-        """Block until the work is done and say when it ran. Raises what the work, or work it waited for, raised."""
+        """Block until the work is done; return when it ran. Raises the exception of the work, or of work before it."""
 
 
 @dataclass(eq=False)
@@ -84,20 +84,20 @@ class Mark(Protocol):
     """A place in the work that the caller queues on the device."""
 
     def at(self) -> float | None:
-        """When the device came to it, by time.perf_counter; None: it has not yet. Does not wait."""
+        """Return when the device reached it, by time.perf_counter; None: not yet. Does not wait."""
 
 
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The one piece of memory that a tensor's values lie in; None if there is no such piece.
+    """Return the one storage that has a tensor's values; None if there is no such storage.
 
-    A sparse tensor has several, an MKLDNN tensor has an opaque one, a tensor within torch.func has that of what it
-    wraps, and a zero tensor of forward-mode AD has a storage whose address is null.
+    A sparse tensor has several, an MKLDNN tensor has an opaque one, a tensor within torch.func has the storage of the
+    tensor that it wraps, and a zero tensor of forward-mode AD has a storage whose address is null.
     """
     return tensor.untyped_storage() if has_storage(tensor) and not is_zero_tensor(tensor) else None
 
 
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
-    """1-D zeros in host memory that is there at once, at least one."""
+    """Return `numel` zeros, 1-D, in pinned host memory whose pages are allocated at once. numel: at least 1."""
     zeros = lazy_zeros(numel, dtype)
     device.pin(zeros)
     return zeros.zero_()
@@ -107,17 +107,17 @@ class Device(Protocol):
     """An accelerator: memory, and one in-order stream for each kind of operation.
 
     Work of different streams runs at once unless `after` orders it. Three streams share each link (gradients, flushes
-    and saved tensors; prefetches, parameters and restored tensors), so that a transfer that waits does not hold up one
-    that could go.
+    and saved tensors; prefetches, parameters and restored tensors), so that a transfer that waits does not delay one
+    that is ready.
     """
 
     @property
     def uuid(self) -> str | None:
-        """The device's UUID as NVML writes it; None for one of whose memory NVML knows nothing."""
+        """The device's UUID as NVML writes it; None if NVML does not know the device's memory."""
 
     @property
     def name(self) -> str:
-        """Its name in profiles."""
+        """The device's name in profiles."""
 
     @property
     def known_profile(self) -> HardwareProfile | None:
@@ -125,83 +125,83 @@ class Device(Protocol):
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the device's memory is the host's: state that goes from one to the other makes no room."""
+        """Whether the device's memory is the host's: moving state from one to the other releases no memory."""
 
     @property
     def queues(self) -> bool:
         """Whether the caller's work on the device is queued, so that it can be ordered behind ours without waiting."""
 
     def capturing(self) -> bool:
-        """Whether the caller's work is being captured in a graph, where events of others must not be asked for."""
+        """Return whether the caller's work is being captured in a graph, during which no event may be queried."""
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in this device's memory."""
+        """Return whether the tensor is in this device's memory."""
 
     def pin(self, tensor: Tensor) -> None:
-        """Make the memory of a part of what `lazy_zeros` gave, so that the device copies fast from there.
+        """Allocate and pin the memory of a tensor of `lazy_zeros`, or of a part, so that the device copies fast.
 
         Parts that are pinned one by one begin on page boundaries.
         """
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
-        """Undo `pin` for what was pinned as one. Give the memory of `unused`, a part of that in whole pages, back."""
+        """Undo `pin` for memory pinned by one call, and release the memory of `unused`, whole pages of it."""
 
     owner: Caller
-    """The queue of the caller's from whose memory `allocate` takes: that in which `step()` is called."""
+    """The caller's queue for which `allocate` allocates: the one in which `step()` is called."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """1-D uint8 device memory, uninitialised, which goes with its last view. Raises torch.OutOfMemoryError."""
+        """Return uninitialised device memory, 1-D uint8, released with its last view. Raises torch.OutOfMemoryError."""
 
     def free(self, buffer: Tensor) -> None:
-        """Give back what `allocate` gave, of which threads may have views yet. No work in flight may use it."""
+        """Release memory of `allocate`, of which threads may still have views. No work in flight may use it."""
 
     def refill(self, buffer: Tensor) -> None:
-        """Give memory, uninitialised, to a 1-D uint8 tensor of the device whose storage was emptied.
+        """Allocate uninitialised memory for the storage of a 1-D uint8 tensor of the device, which was emptied.
 
-        All tensors in its storage have it. Raises torch.OutOfMemoryError.
+        All tensors in the storage share it. Raises torch.OutOfMemoryError.
         """
 
     def empty(self, buffer: Tensor) -> None:
-        """Free the memory of such a tensor's storage. No work in flight may use it; in `owner`, what is queued may."""
+        """Release the memory of a tensor's storage. Work in flight may use it only in the queue `owner`."""
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
-        """Let the memory stay, once it is let go of, until what is queued so far may not use it any more.
+        """Keep the memory, once it is released, until queued work ends, as `torch.Tensor.record_stream` does.
 
-        op: on the stream of this operation; None: in the queue in which the caller works now.
+        op: work on the stream of this operation; None: work in the queue in which the caller works now.
         """
 
     def count(self, tensor: Tensor) -> None:
-        """Count a tensor of the model's as long as it is there. Only emulated devices must be told.
+        """Count the memory of a tensor of the model as long as it exists. Only emulated devices need this.
 
-        Raises torch.OutOfMemoryError if there is no room for it.
+        Raises torch.OutOfMemoryError if the device has too little memory.
         """
 
     def memory(self) -> Memory:
-        """Free and total device memory as the runtime sees it."""
+        """Return free and total device memory as the runtime sees it."""
 
     def cached(self) -> Cached:
-        """The bytes that this process has reserved, used or not: all else that is not free is others'."""
+        """Return the bytes that this process has reserved, used or not."""
 
     def trim(self) -> None:
-        """Give what is reserved and not used back to all. May wait for the device."""
+        """Return reserved memory that is not used to the system. May wait for the device."""
 
     def join(self, job: Job) -> None:
-        """Order what the caller queues on the device from now on behind `job`. Raises what the job raised."""
+        """Order the work that the caller queues from now on behind `job`. Raises the exception of the job."""
 
     def caller(self) -> Caller:
-        """In which of its queues the caller works now: backward has one for each stream of the forward."""
+        """Return the queue in which the caller works now: backward has one for each stream of the forward."""
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
-        """The work that the caller has queued on the device so far, such as the backward pass.
+        """Return jobs for the work that the caller has queued on the device so far, such as the backward pass.
 
-        callers: in these of its queues; none: in the one in which it works now.
+        callers: the caller's queues; empty: the one in which it works now.
         """
 
     def mark(self) -> Mark:
-        """The place to which the caller's work has been queued so far."""
+        """Return a mark at the end of the work that the caller has queued so far."""
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        """Copy across the link of `op` once all of `after` are done. The memory of both sides stays until then."""
+        """Copy across the link of `op` once all of `after` are done; keep the memory of both sides until the end."""
 
     def launch(
         self,
@@ -214,21 +214,21 @@ class Device(Protocol):
     ) -> Job:
         """Run `update`, which updates `numel` parameters on the device, once all of `after` are done.
 
-        reads: device tensors of the caller's that `update` reads; their memory stays until it is done.
+        reads: device tensors of the caller that `update` reads; their memory is kept until it is done.
         state_format: of the parameters' state.
         """
 
     def bind_host_thread(self) -> None:
-        """Called once by the thread that will update on the host: to run it where the device's memory is near."""
+        """Bind this thread, which updates on the host, to the cores near the device. Each such thread calls it once."""
 
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
-        """Surrounds an update of `numel` parameters on the host; gives the time.perf_counter() of its start.
+        """Surround an update of `numel` parameters on the host; yield the time.perf_counter() of its start.
 
         traffic: bytes that it moves through host DRAM. state_format: of the parameters' state.
         """
 
     def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:
-        """Surrounds a transfer of so many bytes between host and disk; gives the time.perf_counter() of its start.
+        """Surround a transfer of `nbytes` between host and disk; yield the time.perf_counter() of its start.
 
         lane: Lane.READ or Lane.WRITE.
         """

@@ -12,16 +12,16 @@ from dos.devices.pinned import pinned_parts
 from dos.torch_internals.operators import copy_all
 
 SMALL_BYTES = 1 << 17
-"""Pieces below this share a copy: in the few microseconds that issuing a copy takes, a link moves about as much."""
+"""Pieces below this size share a copy: a link moves about as much while the host issues one copy."""
 RUN_BYTES = 1 << 24
-"""The most that one such copy moves, and needs on the device meanwhile."""
+"""The most bytes that a shared copy moves, and needs on the device meanwhile."""
 PIECE_BYTES = 1 << 25
-"""The most that any copy moves. Between such pieces of state there is room for others' copies: of saved tensors, which
-compute waits for, or of the caller's next batch."""
+"""The most bytes that any copy moves. Between pieces of state of this size other copies can run: of saved tensors, for
+which compute waits, or of the caller's next batch."""
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:
-    """The same copies, those as one that follow each other on both sides: gradients of an FSDP group lie so."""
+    """Return the copies, joined where they are neighbours on both sides, as gradients of an FSDP group are."""
 
     def follows(copy: Copy, run: Sequence[Copy]) -> bool:
         return all(_follows(*sides) for sides in zip(copy, run[-1], strict=True))
@@ -44,9 +44,9 @@ def copy_runs(
 
 
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
-    """The copies, grouped so that within a group they are small and follow each other on the host.
+    """Return the copies in groups of small ones that are neighbours on the host.
 
-    host: which of destination (0) and source (1) is there.
+    host: which of destination (0) and source (1) is on the host.
     """
 
     def follows(copy: Copy, run: Sequence[Copy]) -> bool:
@@ -58,7 +58,8 @@ def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
 
 
 def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequence[Copy]], bool]) -> list[list[Copy]]:
-    """The copies by their addresses on one side, in one list as long as each follows those before it."""
+    """Return the copies sorted by address on one side, in a new list wherever one does not follow the list so far."""
+    # Sorted, because neighbours on one side may be given in any order.
     found: list[list[Copy]] = []
     for copy in sorted(copies, key=lambda copy: copy[side].data_ptr()):
         if found and follows(copy, found[-1]):
@@ -69,19 +70,20 @@ def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequenc
 
 
 def _whole(run: Sequence[Copy], side: int) -> Tensor:
-    """One side of copies that follow each other there."""
+    """Return one tensor for one side of copies that are neighbours there."""
     return run[0][side].as_strided((sum(copy[side].numel() for copy in run),), (1,))
 
 
 def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int], object]) -> bool:
-    """Queue the run as one transfer; False if the device has no memory for that."""
+    """Queue the run as one transfer; return False if the device has no memory to stage it."""
     host, device = (0, 1) if to_host else (1, 0)
     whole = _whole(run, host)
     try:
         staged = torch.empty_like(whole, device=run[0][device].device)
     except torch.OutOfMemoryError:
         return False
-    # Of the current stream's memory, so that the allocator gives it to work that comes after this.
+    # Released here while queued work still uses it: safe, because it was allocated on the current stream, and the
+    # allocator gives it only to later work of that stream.
     parts = list(staged.split([copy[host].numel() for copy in run]))
     if to_host:
         copy_all(parts, [copy[device] for copy in run])
@@ -93,10 +95,10 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int]
 
 
 def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) -> None:
-    """Queue one copy in pieces, cut also where host memory that was pinned in one go ends."""
+    """Queue one copy in pieces, cut also at the borders of pinned regions."""
     destination, source = copy
     parts = pinned_parts(destination if to_host else source)
-    if len(parts) == 1 and source.nbytes <= PIECE_BYTES:  # as most are: the slices below take longer than the copy
+    if len(parts) == 1 and source.nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
         before(source.nbytes)
         destination.copy_(source, non_blocking=True)
         return
@@ -108,8 +110,8 @@ def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) 
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:
-    """Whether the tensor begins where the other ends, in the same memory and of the same type."""
-    # Storages may be neighbours by chance: a view cannot reach from one into the other, and each is freed by itself.
+    """Return whether the tensor begins where the other ends, in the same storage and of the same type."""
+    # Two storages may be neighbours by chance: no view may span both, because each is released by itself.
     return (
         tensor.dtype == other.dtype
         and tensor.data_ptr() == other.data_ptr() + other.nbytes

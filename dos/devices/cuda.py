@@ -31,26 +31,26 @@ from perfmodel.format import MIXED
 logger = logging.getLogger(__name__)
 
 TYPE = "cuda"
-"""Of the torch devices that torch.cuda is about. Tests put a simulated accelerator there."""
+"""The type of the torch devices of torch.cuda. Tests set it to the type of a simulated accelerator."""
 
 _CLOCK_S = 1.0
-"""Seconds after which a new clock is started: in that time the host's and the device's part by some microseconds."""
+"""Seconds after which a new clock is started: the clocks of host and device drift apart by microseconds meanwhile."""
 _BRACKETS = 3
-"""How often the host looks when the device is; the look with the least time around it is the most exact."""
+"""The number of times that the host reads the device's clock; the fastest reading is the most exact."""
 
 _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
 _URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
-"""Copies for which compute waits. Nothing comes between their pieces."""
+"""Copies for which compute waits. No other copy runs between their pieces."""
 _HIGH, _NORMAL = -1, 0
-"""Priorities of streams. They hold for kernels alone: an update that the next forward waits for goes before others, and
-what is between copies of state does not wait for compute to end."""
+"""Priorities of streams, which order kernels only: an update for which the next forward waits runs before others, and
+the empty kernels between copies of state do not wait for compute."""
 
 
 class CudaDevice:
     """The engine's view of one CUDA device.
 
-    Nothing here waits for the device but `Job.wait`, and the constructor for an idle stream.
+    Only `Job.wait` waits for the device, and the constructor for an idle stream.
     """
 
     queues = True
@@ -64,7 +64,7 @@ class CudaDevice:
         self._cores = cores_near(self._pci_address)
         self._segments = _Segments()
         self._peak: int | None = None
-        """The most bytes that were in use, by the allocator's counter, when it was read last."""
+        """The most bytes in use, by the allocator's counter, when it was read last."""
         self.owner: Caller = self.caller()
         self._inherited = False
         renewed.add(self)
@@ -78,7 +78,7 @@ class CudaDevice:
         return CudaDevice, (self.torch_device,)
 
     def renew(self) -> None:
-        """In a forked child, which has no CUDA: keep the events for ever, whose end would be that of the process."""
+        """Keep all events for ever in a forked child, which has no CUDA: their destructors would end the process."""
         self._inherited = True
         _leak(self)
 
@@ -87,8 +87,8 @@ class CudaDevice:
         """The device's UUID as NVML writes it: "GPU-..." or, for a slice of one, "MIG-..."."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         if torch.version.hip is not None or self.shares_host_memory:
-            return None  # NVML is NVIDIA's, and of memory that is the host's it says nothing, or a part
-        # The runtime gives a slice's own UUID (cuDeviceGetUuid_v2), but only the name says that it is one.
+            return None  # NVML knows neither AMD's GPUs nor memory that is shared with the host
+        # The runtime returns a slice's own UUID (cuDeviceGetUuid_v2), but only the name says that it is a slice.
         return f"{'MIG' if ' MIG ' in properties.name else 'GPU'}-{properties.uuid}"
 
     @cached_property
@@ -107,7 +107,7 @@ class CudaDevice:
     def capturing(self) -> bool:
         try:
             return torch.cuda.is_current_stream_capturing()
-        except RuntimeError:  # of a torch without CUDA
+        except RuntimeError:  # torch was built without CUDA
             return False
 
     def owns(self, tensor: Tensor) -> bool:
@@ -115,8 +115,8 @@ class CudaDevice:
 
     def pin(self, tensor: Tensor) -> None:
         with self.current():
-            self._leftovers.drop()  # what they kept goes before there is more
-        with bound_to(self._cores):  # whose memory the pages are then taken from
+            self._leftovers.release()  # before more memory is pinned, so that the host need not hold both
+        with bound_to(self._cores):  # so that the pages are allocated on the NUMA node of the device
             pin(tensor, self.torch_device)
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
@@ -129,12 +129,13 @@ class CudaDevice:
 
     @contextmanager
     def _of_owner(self) -> Iterator[None]:
-        """Take memory from the owner's, for the queue in which the caller works."""
-        # The allocator keeps what is freed for the queue that took it; of a framework's it would be lost to the model.
+        """Surround allocations for the queue in which the caller works, and allocate on the stream `owner`."""
+        # The allocator keeps released memory for the stream that allocated it: on a framework's own stream the model
+        # could not use it again.
         with torch.cuda.stream(cast(torch.cuda.Stream, self.owner)):
             yield
         if self.caller() != self.owner:
-            # What the caller queues next may write there, where the owner's work may still read.
+            # Work that the caller queues next may write the memory, while work of the owner still reads it.
             self.join(self._mark(self.owner))
 
     def _empty(self, nbytes: int) -> Tensor:
@@ -148,25 +149,25 @@ class CudaDevice:
         buffer.untyped_storage().resize_(0)
 
     def free(self, buffer: Tensor) -> None:
-        pass  # the caching allocator takes the memory when the last view goes
+        pass  # the caching allocator takes the memory back with the last view
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         if self._inherited:
-            return  # nothing of this process uses it, and to free it would record an event
+            return  # no work of this process uses it, and releasing it would record an event
         buffer.record_stream(self._streams[op] if op is not None else torch.cuda.current_stream(self.torch_device))
 
     def count(self, tensor: Tensor) -> None:
-        pass  # the allocator does
+        pass  # the allocator counts it
 
     def memory(self) -> Memory:
         memory = Memory(*torch.cuda.mem_get_info(self.torch_device))
         left = available_bytes() if self.shares_host_memory else None
-        # There the runtime counts files that Linux caches as taken, though it gives their memory back.
+        # In shared memory the runtime counts Linux's page cache as taken, although Linux releases it on demand.
         return memory if left is None else Memory(min(left, memory.total), memory.total)
 
     def cached(self) -> Cached:
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
-        # "active" still counts what was freed while other streams use it.
+        # "active" still counts memory that was released while other streams use it.
         reserved, active, split = (
             stats[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "active", "inactive_split")
         )
@@ -176,18 +177,21 @@ class CudaDevice:
         before, self._peak = self._peak, stats["active_bytes"]["all"].get("peak")
         if before is None or self._peak in (None, before):
             return Cached(reserved, unused)
-        # It has risen since, or the user has reset it: in both cases so much was in use since the last look.
+        # The peak has risen since, or user code has reset it: in both cases it was reached since the last call.
         return Cached(reserved, unused, min(unused, reserved - self._peak - segments.private))
 
     def _look_at_segments(self, allocated: int) -> None:
-        """Learn what the counts do not tell, if segments were made since; it takes milliseconds, so once a second."""
+        """Read the segments, which the counters do not show, if some were made since; at most once a second.
+
+        It takes milliseconds.
+        """
         now, known = time.perf_counter(), self._segments
         if allocated == known.allocated or now - known.seconds < _CLOCK_S:
             return
         mine = [each for each in _segments() if each["device"] == self.torch_device.index]
         expandable = any(each.get("is_expandable") for each in mine)
         private = [each for each in mine if tuple(each.get("segment_pool_id", _GENERAL)) != _GENERAL]
-        # Of others the free parts are among those of split segments.
+        # A segment in use that cannot expand counts its free parts among those of split segments.
         idle = sum(s["total_size"] - s["active_size"] for s in private if expandable or not s["active_size"])
         self._segments = _Segments(allocated, now, expandable, idle)
 
@@ -197,7 +201,7 @@ class CudaDevice:
 
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
-        # What the caller queues next reads what `job` writes.
+        # Work that the caller queues next reads memory that `job` writes.
         torch.cuda.current_stream(self.torch_device).wait_event(job.end)
 
     def caller(self) -> Caller:
@@ -217,10 +221,10 @@ class CudaDevice:
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         to_host = LANE_OF[op] is Lane.D2H
         host, device = (0, 1) if to_host else (1, 0)
-        # State is freed by the engine once nothing uses it; gradients and parameters by users, whenever they like.
+        # The engine releases state once no work uses it; user code may release gradients and parameters at any time.
         theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
         ours = [copy[host] for copy in copies]
-        found = runs(copies, host=host)  # before the start is noted: it takes the host milliseconds
+        found = runs(copies, host=host)  # before the start event, because it takes the host milliseconds
         before = self._turns[op]
         return self._queue(op, subgroup, lambda: copy_runs(found, to_host=to_host, before=before), after, theirs, ours)
 
@@ -238,14 +242,14 @@ class CudaDevice:
     def bind_host_thread(self) -> None:
         bind(self._cores)
         leave_a_core()
-        # A new thread begins on the first GPU, where each call without a device would make a context.
+        # A new thread begins on the first GPU, where a call without a device would make a context.
         torch.cuda.set_device(self.torch_device)
 
     def current(self) -> AbstractContextManager[Any]:
-        """Makes this the thread's current device meanwhile.
+        """Return a context in which this is the thread's current device.
 
-        torch does so itself in most calls, but not where it waits for or asks an event. In a thread that never chose a
-        device these would make a context, half a gigabyte, on the first GPU: with several ranks, on that of another.
+        torch sets it in most calls, but not where it waits for an event or queries one. In a thread that never chose a
+        device these would make a context, half a gigabyte, on the first GPU, which may be another rank's.
         """
         return torch.cuda.device(self.torch_device)
 
@@ -261,19 +265,20 @@ class CudaDevice:
 
     @property
     def _pci_address(self) -> str | None:
-        """Of the device or the one that it is a slice of; None where torch does not tell (before 2.8)."""
+        """The PCI address of the device, or of the one that it is a slice of; None before torch 2.8."""
         p: Any = torch.cuda.get_device_properties(self.torch_device)
         if getattr(p, "pci_bus_id", None) is None:
             return None
         return f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
 
     def _start_clock(self) -> _Clock:
-        """A clock from now on. Its event is on a stream without work, so waiting for it waits for nothing else."""
+        """Return a clock from now on. Its event is on a stream without work, so that waiting for it takes no time."""
         clocks = []
         for _ in range(_BRACKETS):
             event = torch.cuda.Event(enable_timing=True)
             with self.current():
                 before = time.perf_counter()
+                # The host must see the event's end between the two readings of its own clock.
                 event.record(self._idle_stream)
                 event.synchronize()
                 after = time.perf_counter()
@@ -281,7 +286,7 @@ class CudaDevice:
         return min(clocks, key=lambda clock: clock[0])[1]
 
     def _renew_clock(self) -> None:
-        """Start a new clock if the last is old. Called where the host waits anyway."""
+        """Start a new clock if the last one is old. Called where the host waits anyway."""
         # An event that a forked child records would never end: the child has no streams.
         if not self._inherited and time.perf_counter() - self._clock.seconds > _CLOCK_S:
             self._clock = self._start_clock()
@@ -297,7 +302,7 @@ class CudaDevice:
     ) -> Job:
         """Queue work on the stream of `op`.
 
-        theirs: device memory that it uses and others may free. ours: host memory to keep until it is done.
+        theirs: device memory that it uses and user code may release. ours: host memory to keep until it is done.
         """
         stream = self._streams[op]
         with (
@@ -306,32 +311,34 @@ class CudaDevice:
             torch.cuda.stream(stream),
             torch.no_grad(),
         ):
-            self._leftovers.drop()
+            self._leftovers.release()
             start, end = _event(), _event()
             for job in after:
                 assert isinstance(job, _CudaJob)
-                # Closes the hazards between streams: what `job` writes, `work` reads or overwrites; what `job` reads,
-                # `work` overwrites.
+                # The hazards between streams: `work` reads or overwrites memory that `job` writes, or overwrites memory
+                # that `job` reads.
                 stream.wait_event(job.end)
             for tensor in theirs:
-                # Their owner may free them before this stream is done; the allocator must not reuse them until then.
+                # User code may release the tensor before this stream is done; the allocator must not reuse its memory
+                # until then.
                 tensor.record_stream(stream)
-            # After the waits: the time that other streams take is not this work's.
+            # After the waits, so that the time of other streams' work does not count.
             start.record(stream)
             work()
             end.record(stream)
         if op is Op.WEIGHTS:
-            self._leftovers.add(end, ours)  # no optimizer waits for it before the interpreter ends
+            # No optimizer waits for this copy at the interpreter's exit, which unmaps the memory.
+            self._leftovers.add(end, ours)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
 
 
 @cache
 def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], torch.cuda.Stream]:
-    """A stream for each operation, and one for no work at all; all optimizers of the process share them.
+    """Return a stream for each operation, and one for no work at all; all optimizers of the process share them.
 
-    torch hands out 32 streams of a priority and then the same ones again, so that an optimizer with streams of its own
-    would in the end share them with the model's communication. Sharing them cannot block for ever: what a stream waits
-    for has been issued before, on whichever stream.
+    torch returns 32 streams of a priority and then the same ones again: if each optimizer had its own, some would in
+    the end be the streams of the model's communication. Sharing cannot block for ever, because a stream waits only for
+    work that was issued before.
     """
     streams = {op: torch.cuda.Stream(device, priority=_NORMAL if op in _URGENT else _HIGH) for op in LANE_OF}
     idle = torch.cuda.Stream(device)
@@ -341,9 +348,9 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
 
 
 class _Leftovers:
-    """Host memory that jobs use and no object holds any more.
+    """Host memory that jobs in flight use and to which nothing else refers.
 
-    It is the process's, not a CudaDevice's: copies of saved tensors may still run when their optimizer is deleted.
+    One for the process, not for each CudaDevice: copies of saved tensors may still run when their optimizer is deleted.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -355,24 +362,24 @@ class _Leftovers:
     def add(self, end: torch.cuda.Event, keeps: Sequence[Tensor]) -> None:
         self._ends.append((end, keeps))
 
-    def drop(self) -> None:
-        """Let go of what finished jobs have left; the device is the thread's current one."""
+    def release(self) -> None:
+        """Release the memory of jobs that have ended; the device must be the thread's current one."""
         with suppress(IndexError):
             while True:
-                # Taken out before it is looked at: another thread may drop leftovers, and a `__del__` add some.
+                # Taken out before it is queried: another thread may release leftovers, and a `__del__` add some.
                 leftover = self._ends.popleft()
                 if not leftover[0].query():
                     self._ends.appendleft(leftover)
                     return
 
     def wait(self) -> None:
-        """At the interpreter's exit, which unmaps all memory."""
-        with suppress(RuntimeError), torch.cuda.device(self._device):  # that of CUDA, if it has failed
+        """Wait for all jobs, at the interpreter's exit, which unmaps the memory that they use."""
+        with suppress(RuntimeError), torch.cuda.device(self._device):  # CUDA may have failed before
             for end, _ in list(self._ends):
                 end.synchronize()
 
     def renew(self) -> None:
-        """In a forked child: keep the events for ever, as `CudaDevice.renew`."""
+        """Keep the events for ever in a forked child, as `CudaDevice.renew` does."""
         _leak(self._ends)
         self._ends = deque()
 
@@ -383,17 +390,17 @@ def _leftovers_of(device: torch.device) -> _Leftovers:
 
 
 class _Turns:
-    """Lets other streams copy between pieces of one, by a kernel that does nothing: called before each piece.
+    """Lets other streams copy between the pieces of one stream: called before each piece, it queues an empty kernel.
 
-    A copy engine goes on with the stream that it serves as long as that has a copy ready, whatever the priorities: all
-    pieces that are queued would run as one block, and what compute waits for behind them. A kernel makes the stream
-    leave the engine for a moment, in which the copy goes first that has been ready longest (measured on NVIDIA's GPUs:
-    https://github.com/meta-pytorch/torchrec/pull/4315, 4339).
+    A copy engine continues with the stream that it serves as long as that has a copy ready, whatever the priorities:
+    all queued pieces would run as one block, and copies for which compute waits would run behind them. A kernel makes
+    the stream leave the engine for a moment, in which the engine takes the copy that has been ready longest (measured
+    on NVIDIA's GPUs: https://github.com/meta-pytorch/torchrec/pull/4315, 4339).
     """
 
     def __init__(self) -> None:
         self._moved = 0
-        """Bytes since the last kernel, in this job or before it: borders of jobs are none for the engine."""
+        """Bytes since the last kernel, in this job or jobs before it: the engine does not see borders of jobs."""
 
     def __call__(self, nbytes: int) -> None:
         self._moved += nbytes
@@ -407,22 +414,22 @@ def _nothing(nbytes: int) -> None:
 
 
 class _Clock(NamedTuple):
-    """An event and when it was, on the clock of time.perf_counter."""
+    """An event, and its time on the clock of time.perf_counter."""
 
     event: torch.cuda.Event
     seconds: float
 
     def read(self, event: torch.cuda.Event) -> float:
-        """When a finished timing event happened."""
+        """Return the time of a finished timing event."""
         return self.seconds + self.event.elapsed_time(event) / 1e3
 
 
 class _Segments(NamedTuple):
     """The state of the caching allocator's segments.
 
-    allocated: bytes of all that it ever made when this was read, at so many seconds of time.perf_counter.
-    expandable: whether it can give back parts of them. private: bytes that are free in the pools of CUDA graphs and of
-    user code, where state cannot be.
+    allocated: bytes of all segments ever made when this was read. seconds: the time.perf_counter() of that.
+    expandable: whether the allocator can release parts of segments. private: free bytes in the pools of CUDA graphs and
+        of user code, where state cannot be.
     """
 
     allocated: int = 0
@@ -439,7 +446,7 @@ def _segments() -> list[Any]:
 
 
 def _leak(what: object) -> None:
-    """Let it never be collected."""
+    """Add a reference, so that the object is never collected."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
@@ -459,7 +466,7 @@ def _warn_of_one_connection() -> None:
 class _CudaJob:
     """Work on a stream between two events; a fence or mark has no start.
 
-    The host memory that it uses stays until the device is done with it, whether the job is held or not.
+    The host memory that it uses is kept until the device is done with it, even if nothing refers to the job.
     """
 
     device: CudaDevice
@@ -473,6 +480,7 @@ class _CudaJob:
 
     def wait(self) -> Span:
         with self.device.current():
+            # The span is read from both events, and the caller may use the memory of the job once this returns.
             self.end.synchronize()
             self.device._renew_clock()
             end = self.clock.read(self.end)
@@ -493,5 +501,5 @@ class _CudaJob:
             # In a forked child the event's destructor would call CUDA, which ends the process.
             _leak(self)
         elif self.keeps:
-            # The device may still use this host memory, and a wait would hold up whichever thread collects the job.
+            # The device may still use this host memory, and a wait would block the thread that collects the job.
             self.device._leftovers.add(self.end, self.keeps)

@@ -27,16 +27,16 @@ from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANES, lane_speeds
 
 Occupancy = int | Callable[[], int]
-"""Bytes, always the same or as they are at the call."""
+"""Bytes: a constant, or a function that returns the present number."""
 
 
 @dataclass(frozen=True)
 class Script:
     """Bytes that follow a script.
 
-    points: (position, bytes) in order of position; each holds until the next.
-    position: where the script is, in the unit of the points: seconds, iterations, whatever the caller counts.
-    period: begin again after so much; None: the last point holds for ever.
+    points: (position, bytes) in order of position; each holds until the next one.
+    position: returns the present position, in the unit of the points, such as seconds or iterations.
+    period: the position at which the script begins again; None: the last point holds for ever.
 
     Raises ValueError for no point, points out of order, or bytes below 0.
     """
@@ -53,7 +53,7 @@ class Script:
             raise ValueError("a script's bytes must be 0 or more")
 
     def __call__(self) -> int:
-        """Bytes now."""
+        """Return the bytes at the present position."""
         at = self.position()
         if self.period is not None:
             at %= self.period
@@ -61,7 +61,7 @@ class Script:
 
 
 class Usage(NamedTuple):
-    """Bytes of an emulated device that the model, we and the neighbour hold."""
+    """Bytes of an emulated device that the model, the optimizer and the neighbour take."""
 
     occupied: int
     held: int
@@ -69,11 +69,11 @@ class Usage(NamedTuple):
 
 
 Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
-"""Memory that is counted as long as anything refers to it, by the address of what does."""
+"""Memory that counts as long as anything refers to it, by the address of the storage."""
 
 
 def _nbytes(storages: Storages) -> int:
-    # A list at once: other threads allocate meanwhile.
+    # A list of references first, because other threads allocate meanwhile.
     return sum(storage.nbytes() for storage in (each() for each in storages.valuerefs()) if storage is not None)
 
 
@@ -83,18 +83,19 @@ class EmulatedDevice:
     profile: rates of the links, the device, the host's update and the disk. `profile.scaled(1 / 500)` makes a
         large machine's proportions last long enough to be reproduced by a small one.
     capacity: device memory in bytes.
-    occupied: bytes of it that the model and its activations take; what is not taken now stays reserved for them. Beside
-        them count the tensors that `count` was called for: where saved tensors are offloaded, those and gradients.
-    neighbour: bytes that another process wants; it takes what is free and waits for the rest.
-    peak_bytes: the most that was in use. own_peak_bytes: without the neighbour. unmet_bytes: what that waits for.
+    occupied: bytes that the model and its activations take; the most that they ever took stays reserved for them.
+        Tensors for which `count` was called are added: saved tensors, where these are offloaded, and gradients.
+    neighbour: bytes that another process wants; it takes the bytes that are free and waits for the rest.
+    peak_bytes: the most bytes in use. own_peak_bytes: without the neighbour. unmet_bytes: the bytes for which the
+        neighbour waits.
 
     Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
     Allocations past the capacity raise torch.OutOfMemoryError. Copies and pickles of an emulated device are new devices
-    of the same make, except `copy.deepcopy`, which gives the device itself, as for a torch device.
+    of the same make, except `copy.deepcopy`, which returns the device itself, as for a torch device.
     """
 
     uuid = None  # NVML does not know it
-    shares_host_memory = False  # of another machine, as it were
+    shares_host_memory = False  # it emulates a machine where it does not
     owner: Caller = None
     queues = False  # the caller's computation is its own
 
@@ -137,10 +138,10 @@ class EmulatedDevice:
         )
 
     def renew(self) -> None:
-        """Start threads; a forked child does not inherit those there were."""
-        # Not by a method of ours, which would be a cycle: the threads would stay until the garbage collector runs.
+        """Start threads; a forked child does not inherit the parent's."""
+        # A bound method would form a cycle: the threads would stay until the garbage collector runs.
         self._pacer = Pacer(functools.partial(EmulatedDevice._speeds, weakref.proxy(self)))
-        self._lock = threading.RLock()  # `allocate` asks for `usage`, and so may what is collected meanwhile
+        self._lock = threading.RLock()  # `allocate` calls `usage`, and so may a destructor that runs meanwhile
         # In-order streams: one worker thread each.
         self._streams = {op: ThreadPoolExecutor(1, thread_name_prefix=f"dos-emulated-{op.value}") for op in LANE_OF}
 
@@ -202,7 +203,7 @@ class EmulatedDevice:
         self.usage()
 
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
-        pass  # copies hold their memory, and the caller's computation is over when it returns
+        pass  # copies refer to their memory, and the caller's computation has ended when it returns
 
     def count(self, tensor: Tensor) -> None:
         storage = memory_of(tensor)
@@ -218,11 +219,12 @@ class EmulatedDevice:
         self.usage()
 
     def _drain_if_short(self, nbytes: int) -> int:
-        """Bytes that are free; if they are too few, once what is queued has run.
+        """Return the free bytes; if they are less than `nbytes`, after waiting for queued work.
 
-        As the caching allocator does before it fails: what is queued may hold gradients of the last step.
+        The caching allocator does the same before it fails: queued work may refer to gradients of the last step.
         """
         if nbytes > self._free():
+            # A stream is in order: an empty job ends after all work that may refer to memory.
             for stream in self._streams.values():
                 stream.submit(lambda: None).result()
         return self._free()
@@ -232,14 +234,14 @@ class EmulatedDevice:
 
     def cached(self) -> Cached:
         usage = self.usage()
-        return Cached(usage.occupied + usage.held, 0)  # what `memory` calls free includes what is unused
+        return Cached(usage.occupied + usage.held, 0)  # the free bytes of `memory` include unused ones
 
     def trim(self) -> None:
         pass
 
     @exclusive
     def usage(self) -> Usage:
-        """Who holds what, now that the neighbour has taken what it can."""
+        """Let the neighbour take as many of the bytes that it wants as are free, and return the bytes of each."""
         occupied = _nbytes(self._counted) + (self.occupied() if callable(self.occupied) else self.occupied)
         held = _nbytes(self._live)
         wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
@@ -252,17 +254,17 @@ class EmulatedDevice:
         return usage
 
     def _free(self) -> int:
-        """Bytes that are free for us."""
+        """Return the bytes that are free for the optimizer."""
         return max(0, self.capacity - sum(self.usage()))
 
     def join(self, job: Job) -> None:
-        job.wait()  # the caller's computation is its own, so it must not begin before
+        job.wait()  # the caller computes on its own thread, so it must not continue before
 
     def caller(self) -> Caller:
         return None
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
-        return ()  # computation on the emulated device is the caller's own: it is over when it returns
+        return ()  # the caller computes on its own thread: its work has ended when it returns
 
     def mark(self) -> Mark:
         return _Moment(time.perf_counter())
@@ -284,7 +286,8 @@ class EmulatedDevice:
         reads: Sequence[Tensor] = (),
         state_format: str = MIXED.name,
     ) -> Job:
-        # Held until this has run: user code may free gradients once step() has returned, and malloc would reuse them.
+        # A reference until this has run: user code may release gradients once step() has returned, and malloc would
+        # reuse their memory.
         def work(_held: Sequence[Tensor] = reads) -> None:
             update()
 
@@ -303,7 +306,7 @@ class EmulatedDevice:
         return self._pacer.serve(lane, LANES[lane].seconds(nbytes, self.profile), nbytes)
 
     def _speeds(self, demands: Mapping[Lane, float]) -> Mapping[Lane, float]:
-        """The simulator's rule, so that both agree on how lanes slow each other."""
+        """Return the speeds of lanes that slow each other down, by the simulator's rule."""
         busy = {number: demands[lane] for number, lane in enumerate(LANES) if lane in demands}
         return dict(zip(LANES, lane_speeds(busy, self.profile), strict=True))
 
@@ -313,7 +316,7 @@ class EmulatedDevice:
         urgent = op in (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 
         def run() -> Span:
-            # Streams cannot wait for each other in a circle: what this one waits for was issued before.
+            # Streams cannot wait for each other in a circle: this one waits only for work that was issued before.
             for job in after:
                 job.wait()
             with torch.no_grad(), self._pacer.serve(LANE_OF[op], alone_s, traffic, urgent=urgent) as start:
@@ -324,7 +327,7 @@ class EmulatedDevice:
 
 
 class _Moment(NamedTuple):
-    """A mark in work that is done when it is issued."""
+    """A mark in work that has ended when it is issued."""
 
     seconds: float
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from perfmodel import Lane
 
 Speeds = Callable[[Mapping[Lane, float]], Mapping[Lane, float]]
-"""Busy lanes with the host DRAM bytes/s each would cause alone -> their speeds as fractions of those alone."""
+"""Busy lanes, with the host DRAM bytes/s that each would cause alone -> speeds as fractions of the speeds alone."""
 
 _DONE_S = 1e-6
-"""Work below this many seconds counts as done; waits are not more exact than that."""
+"""Work with less than this many seconds left counts as done, because waits are not more exact."""
 
 
 @dataclass(eq=False)
 class _Work:
     """A place in a lane's queue.
 
-    remaining: seconds that it takes yet when no other lane is busy. demand: bytes/s of host DRAM meanwhile.
+    remaining: seconds that it still takes when no other lane is busy. demand: bytes/s of host DRAM meanwhile.
     """
 
     remaining: float
@@ -34,7 +34,7 @@ class _Work:
 class Pacer:
     """Serves one piece of work per lane at a time, first come first served; lanes slow each other by `speeds`.
 
-    Urgent work does not wait for other work: what the lane has begun of that goes on afterwards.
+    Urgent work interrupts other work, which continues afterwards.
     """
 
     def __init__(self, speeds: Speeds) -> None:
@@ -49,7 +49,7 @@ class Pacer:
         """Occupy the lane while the body runs, and for at least as long as work of `alone_s` seconds takes on it.
 
         alone_s: seconds that the work takes when no other lane is busy. traffic: bytes that it moves through host DRAM.
-        Gives the time.perf_counter() of its start.
+        Yields the time.perf_counter() of its start.
         """
         work = _Work(alone_s, traffic / alone_s if alone_s > 0 else 0.0, urgent)
         start = self._enter(lane, work)
@@ -61,7 +61,7 @@ class Pacer:
     def _enter(self, lane: Lane, work: _Work) -> float:
         with self._changed:
             queue = self._queues[lane]
-            self._advance()  # what is urgent takes the place of what is served
+            self._advance()  # urgent work may take the place of the work that is being served
             queue.insert(sum(other.urgent for other in queue) if work.urgent else len(queue), work)
             while queue[0] is not work:
                 self._changed.wait()
@@ -74,7 +74,7 @@ class Pacer:
         with self._changed:
             queue = self._queues[lane]
             self._advance()
-            # Urgent work may have come first meanwhile, and this goes on after it.
+            # Urgent work may have taken the first place meanwhile, and this work continues after it.
             while queue[0] is not work or work.remaining > _DONE_S:
                 self._changed.wait(work.remaining / self._speed[lane] if queue[0] is work else None)
                 self._advance()
@@ -92,6 +92,6 @@ class Pacer:
         self._advanced = now
 
     def _share(self) -> None:
-        """The set of busy lanes changed: new speeds, at which waiting threads look at the clock again."""
+        """Compute the speeds of another set of busy lanes, and wake waiting threads to compute their times anew."""
         self._speed = self._speeds({lane: work.demand for lane, work in self._served().items()})
         self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""Host memory that takes no room until it is used, and is pinned then: registered with the CUDA runtime.
+"""Host memory that takes no pages until it is used, and is pinned then: registered with the CUDA runtime.
 
-`pin_memory=True` would round up to a power of two: for the state of a large model, up to twice what it needs.
+`pin_memory=True` would round up to a power of two: for the state of a large model, up to twice the bytes needed.
 """
 
 from __future__ import annotations
@@ -28,47 +28,51 @@ logger = logging.getLogger(__name__)
 
 _HUGE_PAGE = 2 << 20
 _SHARE_BYTES = 32 << 20
-"""Bytes of which a thread makes the pages at a time."""
+"""The bytes whose pages a thread allocates at a time."""
 _POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE."""
 _MOST_BYTES = 64 << 30
-"""Of one call that registers, where a larger one has failed: drivers from R580 on fail at 512 GiB, others sooner."""
+"""The most bytes of a call that registers, where a larger one failed: drivers fail from 512 GiB (R580) or less on."""
 
 _libc = ctypes.CDLL(None)
 
 
 class _Pages(np.ndarray):
-    """An array that can be referenced weakly. Its finaliser runs before the mapping under it goes."""
+    """An array that can be referenced weakly. Its finaliser runs before its mapping is unmapped."""
 
 
 class _Mapped:
-    """Addresses, and the mapping in which they lie: an address plus `offset` is where in it.
+    """Addresses in a mapping: an address plus `offset` is the position in it.
 
-    borders: where regions begin and end, in order; replaced as a whole, because copies read it on any thread.
+    borders: the addresses at which regions begin and end, in order; replaced as a whole: any thread may read it.
     """
 
     def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
         self.borders: tuple[int, ...] = ()
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
-        """The pinned regions: by first byte, the end, and what unregisters it."""
+        """The pinned regions: by first byte, the end, and the function that unregisters the region."""
+        # Weak: the module's table has this object, and the mapping must be released with the last tensor.
         self._pages = weakref.ref(pages)
         self._mapping = mapping
         self._offset = offset
 
     def register(self, regions: Sequence[tuple[int, int]], device: torch.device) -> str:
-        """Pin these, from first byte to end, for all devices; all of them, or none and why: the runtime's words."""
+        """Pin these regions, from first byte to end, for all devices, or none of them.
+
+        Returns the runtime's error message, empty if all are pinned.
+        """
         runtime, on, pages = torch.cuda.cudart(), torch.cuda.device, self._pages()
         assert pages is not None, "the caller has a view of them"
         for first, end in regions:
-            with on(device):  # or this call would make a context on the first GPU
+            with on(device):  # else this call would make a context on the first GPU
                 # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
                 error = runtime.cudaHostRegister(first, end - first, 0)
             if error != runtime.cudaError.success:
                 _forget_error(device)
-                # None rather than some: at the border of what is pinned CUDA would refuse copies.
+                # None rather than some: CUDA would refuse copies across the border of pinned memory.
                 self.unregister(regions[0][0], first)
                 return str(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
-            # Before the mapping goes: the runtime would take whatever is mapped there next for these pages.
+            # Before the mapping is unmapped: the runtime would take pages that are mapped there later for these.
             unregister = weakref.finalize(pages, _unregister, runtime, on, first, os.getpid(), device)
             self._regions[first] = end, unregister
             # Linux copies pinned pages at each fork: all of the state, for each worker of a data loader.
@@ -77,7 +81,7 @@ class _Mapped:
         return ""
 
     def unregister(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Undo `register` for all regions in this range; those, in order."""
+        """Undo `register` for all regions in this range; return them in order."""
         inside = sorted((start, stop) for start, (stop, _) in self._regions.items() if first <= start < end)
         for start, stop in inside:
             self._regions.pop(start)[1]()
@@ -89,19 +93,19 @@ class _Mapped:
         self.borders = tuple(sorted({*self._regions, *(end for end, _ in self._regions.values())}))
 
     def advise(self, option: int, address: int, nbytes: int) -> None:
-        """Tell the system what to do with these pages."""
+        """Call madvise for these pages."""
         self._mapping.madvise(option, self._offset + address, nbytes)
 
 
 _mapped: dict[int, _Mapped] = {}
-"""By address of the first byte."""
+"""The mappings by the address of their first byte."""
 
 
 def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
-    """1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
+    """Return 1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
 
-    They take memory page by page, when something is first written there or it is pinned. Addresses
-    beside them that alignment needs are never touched.
+    They take memory page by page, when they are first written or pinned. Addresses before and after them that alignment
+    needs are never touched.
 
     in_parts: only parts of them will be used, each after `use_huge_pages`; the rest never takes memory.
     """
@@ -117,8 +121,9 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
     _mapped[address] = _Mapped(pages, mapping, start - address)
     # The system may give the address to another mapping, which must not find the regions of this one.
     weakref.finalize(pages, _mapped.pop, address, None)
-    with contextlib.suppress(OSError):  # this kernel has none
-        mapping.madvise(mmap.MADV_NOHUGEPAGE)  # where the system uses them unasked, one takes memory beside its part
+    with contextlib.suppress(OSError):  # this kernel has no huge pages
+        # A system that always uses huge pages would allocate memory beyond the parts that are used.
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
     zeros = torch.from_numpy(pages).view(dtype)
     if not in_parts:
         use_huge_pages(zeros)
@@ -126,25 +131,24 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
 
 
 def use_huge_pages(part: Tensor, *, use: bool = True) -> None:
-    """Let the system use huge pages for a part of what `lazy_zeros` gave, across to neighbours that may have them, too.
+    """Let the system use huge pages for a part of a tensor of `lazy_zeros`, and across the border to such neighbours.
 
-    use: or not any more. A part begins on a page boundary, and ends on one or with the whole.
+    part: begins on a page boundary, and ends on one or with the tensor. use: False forbids huge pages again.
     """
-    with contextlib.suppress(OSError):  # this kernel has none, or the process as many mappings as it may
+    with contextlib.suppress(OSError):  # this kernel has no huge pages, or the process has its limit of mappings
         mapped = _mapped[part.untyped_storage().data_ptr()]
         mapped.advise(mmap.MADV_HUGEPAGE if use else mmap.MADV_NOHUGEPAGE, part.data_ptr(), part.nbytes)
 
 
 def pin(tensor: Tensor, device: torch.device) -> None:
-    """Let all CUDA devices copy to and from a part of what `lazy_zeros` gave by themselves.
+    """Pin a tensor of `lazy_zeros`, or a part of one, so that all CUDA devices can copy to and from it.
 
-    It is unregistered with the last view of the whole. Parts that are pinned one by one begin on
-    page boundaries. Parts that were pinned before and lie in this one become one with it; nothing
-    may use them meanwhile. Where that cannot be, because drivers refuse to register much at once,
-    they stay as they were. The pages are near the CPU on which the caller runs. A forked child,
-    which would have to copy them all, does not have them: touching the tensor there is a
-    segmentation fault. If pages cannot be pinned they are pageable, in children too. One
-    warning says so.
+    It is unregistered with the last view of the whole tensor. Parts that are pinned one by one begin on page
+    boundaries. Parts of this part that were pinned before are joined to one region; no work in flight may use them.
+    Where drivers refuse to register so much memory at once, these stay as they were. The pages are allocated near the
+    CPU on which the caller runs. A forked child, which would have to copy all pages, does not have them: touching the
+    tensor there is a segmentation fault. Pages that cannot be pinned are pageable, in children too, and one warning
+    says so.
 
     device: any CUDA device that this process uses.
     """
@@ -166,18 +170,18 @@ def pin(tensor: Tensor, device: torch.device) -> None:
 
 
 def unpin(tensor: Tensor, unused: Tensor) -> None:
-    """Undo `pin` for what was pinned by one call, and let the system have the pages of `unused`, which is in it.
+    """Undo `pin` for memory pinned by one call, and release the pages of `unused`, a part of it.
 
-    Nothing may use them. They are zeros when they are next used.
+    No work in flight may use the memory. Released pages are zeros when they are next used.
     """
     mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
-    # First: the GPU would go on with the old pages, which this process does not see any more.
+    # First, because the GPU would continue to use the old pages, which this process does not see any more.
     mapped.unregister(address, address + tensor.nbytes)
     mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
 
 
 def pinned_parts(tensor: Tensor) -> list[slice]:
-    """A 1-D host tensor, cut where pinned regions begin and end, because CUDA refuses a copy that crosses a border."""
+    """Return slices of a 1-D host tensor between the borders of pinned regions, which no CUDA copy may cross."""
     mapped = _mapped.get(tensor.untyped_storage().data_ptr())
     first = tensor.data_ptr()
     inside = () if mapped is None else mapped.borders
@@ -187,15 +191,15 @@ def pinned_parts(tensor: Tensor) -> list[slice]:
 
 
 def _make_pages(address: int, nbytes: int) -> None:
-    """Make pages on several threads, because registering does so on one. It changes nothing of what is there.
+    """Allocate pages on several threads, because registering does so on one. Their contents stay as they are.
 
-    Linux before 5.14 does not know how, and leaves it to registering.
+    Linux before 5.14 cannot do this; registering then allocates them.
     """
     starts = range(address, address + nbytes, _SHARE_BYTES)
     if len(starts) == 1:
         return
     threads = ThreadPoolExecutor(min(len(starts), kernel_threads()))
-    with contextlib.suppress(RuntimeError), threads as pool:  # once the interpreter ends, it starts none
+    with contextlib.suppress(RuntimeError), threads as pool:  # the interpreter starts no thread once it ends
         for start in starts:
             length = min(_SHARE_BYTES, address + nbytes - start)
             pool.submit(_libc.madvise, ctypes.c_void_p(start), ctypes.c_size_t(length), _POPULATE_WRITE)
@@ -210,7 +214,7 @@ def _unregister(
 
 
 def _forget_error(device: torch.device) -> None:
-    """Let the next kernel launch be this one: the runtime reports a failed call there once more."""
+    """Launch a kernel here, because the runtime reports a failed call once more at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, dtype=torch.uint8, device=device)
 

@@ -1,6 +1,6 @@
-"""Names for work in profilers: torch.profiler and, by NVTX, Nsight Systems. Nothing is done where neither looks.
+"""Names for work in profilers: torch.profiler and, by NVTX, Nsight Systems. Without a profiler they cost nothing.
 
-torch.profiler shows what was issued by the thread that started it; the CPU lane, too, if it was given
+torch.profiler shows the work that its own thread has issued; the work of the CPU lane, too, with
 `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
 """
 
@@ -22,7 +22,7 @@ _NOTHING = nullcontext()
 
 
 def named(*words: object) -> AbstractContextManager[None]:
-    """A range called "dos" and these words, around the host code that issues or does the work."""
+    """Return a range named "dos" and these words, to surround host code that issues or does work."""
     if not (_NSIGHT or is_profiled()):
         return _NOTHING
     return _named("dos " + " ".join(map(str, words)))

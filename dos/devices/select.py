@@ -1,4 +1,4 @@
-"""Which accelerator parameters are on."""
+"""Finds the accelerator that has the parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dos.devices.base import Device
 
 
 class DeviceFinder:
-    """The accelerator of an optimizer, which the first parameter that is on one decides.
+    """The accelerator of an optimizer: the one that has the first parameter on any.
 
-    requested: what the user passed as `device`; a torch device confirms where the parameters are, or are to be.
-    found: None as long as all parameters seen are on the host.
+    requested: the argument `device`; a torch device confirms where the parameters are, or will be.
+    found: the accelerator; None as long as all parameters seen are on the host.
     streamed: the ids of parameters that are on the device while they are used, and else at home on the host.
     """
 
@@ -23,7 +23,7 @@ class DeviceFinder:
         self.streamed: set[int] = set()
 
     def holds(self, parameter: Tensor) -> bool:
-        """Whether the parameter is on the accelerator when it is used.
+        """Return whether the parameter is on the accelerator when it is used.
 
         Raises TypeError for a parameter on a kind of device that is not supported, ValueError for one elsewhere than
         requested, or a request that is no device.
@@ -33,13 +33,13 @@ class DeviceFinder:
         return self.found is not None and (id(parameter) in self.streamed or self.found.owns(parameter))
 
     def awaits(self, parameter: Tensor) -> bool:
-        """Whether the parameter is on the host, though the user has asked for an accelerator."""
+        """Return whether the parameter is on the host, although the user has asked for an accelerator."""
         wanted = self.requested
         there = isinstance(wanted, torch.device | str) and torch.device(wanted).type == cuda.TYPE
         return there and parameter.device.type == "cpu" and id(parameter) not in self.streamed
 
     def open(self) -> Device | None:
-        """The accelerator, though no parameter may be there yet; None if the user has asked for none."""
+        """Return the accelerator, even before any parameter is there; None if the user has asked for none."""
         wanted = self.requested
         if self.found is None and wanted is not None:
             if not isinstance(wanted, torch.device | str):
@@ -50,11 +50,11 @@ class DeviceFinder:
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the accelerator has none of its own."""
+        """Whether the accelerator has no memory of its own."""
         return self.found is not None and self.found.shares_host_memory
 
     def _device_of(self, parameter: Tensor) -> Device | None:
-        """The accelerator that holds the parameter, None for one on the host."""
+        """Return the accelerator that has the parameter; None for one on the host."""
         requested, there = self.requested, parameter.device
         if requested is not None and not isinstance(requested, (torch.device, str)):
             return requested
@@ -69,7 +69,7 @@ class DeviceFinder:
                     f"which has an accelerator's memory and speed on the CPU; found {requested!r}"
                 ) from error
             if there.type == "cpu" and wanted.type == cuda.TYPE:
-                return None  # until it is moved there, by user code or block by block
+                return None  # until user code or `attach(weights=...)` moves it there
             if wanted.type != there.type or wanted.index not in (None, there.index):
                 raise ValueError(f"device is {wanted} but a parameter is on {there}; move the model there first")
         return cuda.CudaDevice(there) if there.type == cuda.TYPE else None

@@ -1,1 +1,1 @@
-"""Gradients on their way, on the host, clipped and scaled."""
+"""Gradients in transit and on the host, and their clipping and scaling."""

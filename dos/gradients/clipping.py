@@ -20,15 +20,15 @@ from dos.state.record import ParameterRecord, flat_alias
 
 
 class Clipping:
-    """Clips one optimizer's gradients: those with their parameters, and those that were offloaded, on all ranks.
+    """Clips one optimizer's gradients, in `p.grad` and offloaded ones, on all ranks.
 
-    Factors wait for the step, each for one gradient as it was when the factor was computed. A gradient that is replaced
-    or written to afterwards, as zeroing and backward do, is another one: no factor is its. Trainers zero gradients
-    through the model, which the optimizer is not told of: factors kept by parameter would clip the gradients of the
-    next iteration by the norm of these.
+    Factors are stored until the step, each for one gradient as it was when the factor was computed. A gradient that is
+    replaced or written to afterwards, as zeroing and backward do, is another one and has no factor. Trainers zero
+    gradients through the model, without a call to the optimizer: factors stored by parameter would clip the gradients
+    of the next iteration by the norm of these.
 
-    max_grad_norm: to which every step clips, or None. meshes: the ranks over which gradients are divided.
-    Where `parameters` are asked for, their gradients are in `p.grad` or offloaded; some may have none.
+    max_grad_norm: the norm to which every step clips, or None. meshes: the ranks over which gradients are divided.
+    Of `parameters` in the methods, some may have no gradient.
     """
 
     def __init__(self, offloaded: OffloadedGradients, max_grad_norm: float | None, meshes: Meshes) -> None:
@@ -36,26 +36,26 @@ class Clipping:
         self._meshes = meshes
         self.max_grad_norm = max_grad_norm
         self._clipped: dict[int, tuple[Token, Tensor]] = {}
-        """By id of the gradient: that as it was, and its factor."""
+        """By id of the gradient: its token when it was clipped, and its factor."""
         self._floats: dict[int, float] = {}
         self._warned = False
 
     def forget(self) -> None:
-        """The gradients are zeroed, or were used."""
+        """Forget all factors, because the gradients are zeroed, or were used."""
         self._clipped, self._floats = {}, {}
 
     def marked(self) -> list[tuple[Token, Tensor]]:
-        """Tensors that may have been written to since without being counted; see `look_at_bits`."""
+        """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
         found = ((token, token.alive) for token, _ in self._clipped.values())
         return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """The 2-norm of their gradients, wherever these are, as the step will use them.
+        """Return the 2-norm of their gradients, wherever these are, as the step will use them.
 
         float32, shape (), on the first gradient's device where ranks divide none.
         """
         parameters = list(parameters)
-        # Others may have left their groups since backward.
+        # Not of all offloaded gradients: user code may have removed parameters from their groups since backward.
         away = self._squares_away({id(p) for p in parameters}) if self._offloaded.enabled else []
         if self._meshes:
             squares = [(p, self._square(p.grad)) for p in parameters if p.grad is not None]
@@ -70,7 +70,7 @@ class Clipping:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else none
 
     def norm_away(self, parameters: Iterable[Tensor], norm_type: float) -> Tensor:
-        """The norm of the offloaded gradients of these parameters as the step will use them, shape ().
+        """Return the norm of the offloaded gradients of these parameters as the step will use them, shape ().
 
         Raises ValueError for another norm than the 2-norm where ranks divide the parameters.
         """
@@ -91,7 +91,7 @@ class Clipping:
         return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
     def _squares_away(self, wanted: Collection[int]) -> list[tuple[Tensor, Tensor]]:
-        """The parameters of offloaded gradients with the sums of squares of these: float64, shape ().
+        """Return the parameters of offloaded gradients with the sums of squares of these: float64, shape ().
 
         wanted: the ids of the parameters.
         """
@@ -102,7 +102,7 @@ class Clipping:
         return squares
 
     def _square(self, gradient: Tensor) -> Tensor:
-        """The sum of squares of this rank's part: float64, shape ()."""
+        """Return the sum of squares of this rank's part: float64, shape ()."""
         mine, factor = local(gradient), self._factor(gradient)
         flat = flat_alias(mine.detach()) if mine.is_cpu else None
         if flat is None:
@@ -112,16 +112,16 @@ class Clipping:
         return square if factor is None else square * factor.to(square.device) ** 2
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Let the step clip their and all offloaded gradients to `max_norm`; their norm before."""
+        """Clip their and all offloaded gradients to `max_norm` in the step; return their norm before."""
         norm = self.norm(parameters)
         handles = [handle for _, handle in self._offloaded.gradients()]
         self._fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
     def fold(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
-        """Let the step multiply their gradients by a factor that torch's clipping found.
+        """Multiply their gradients in the step by a factor that torch's clipping has computed.
 
-        Raises RuntimeError if one was clipped already: that factor is of a norm without this clipping.
+        Raises RuntimeError if one was clipped already, because torch's norm does not include that factor.
         """
         gradients = _gradients(parameters)
         if any(self._factor(gradient) is not None for gradient in gradients):
@@ -132,31 +132,31 @@ class Clipping:
         self._fold(gradients, factor)
 
     def fold_away(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
-        """Let the step multiply their offloaded gradients by a factor of a norm with those, as they are now."""
+        """Multiply their offloaded gradients, as they are now, in the step by a factor of a norm that includes them."""
         self._fold([handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})], factor)
 
     def _fold(self, gradients: Iterable[GradientOrHandle], factor: Tensor) -> None:
-        """Multiply the factors of these gradients by `factor`; others keep theirs."""
+        """Multiply the factors of these gradients by `factor`; other gradients keep their factors."""
         before = [(gradient, self._factor(gradient)) for gradient in gradients]
-        # Most often all have the same one, which is then read from the device only once.
+        # Most often all gradients share one factor, which is then read from the device only once.
         products = {id(old): old * factor for _, old in before if old is not None}
-        # By ids of factors, of which some go in the next line: others may get the same ids.
+        # Keyed by ids of factors, of which the next line releases some: other tensors may get the same ids.
         self._floats = {}
         self._clipped |= {id(each): (Token(each), products.get(id(old), factor)) for each, old in before}
 
     def _factor(self, gradient: GradientOrHandle) -> Tensor | None:
-        """The factor of clipping for the gradient: float32, shape (); None: it was not clipped, or changed since."""
-        # Another gradient may have the id of one that was freed: the token tells them apart.
+        """Return the factor for the gradient: float32, shape (); None: it was not clipped, or has changed since."""
+        # Another gradient may have the id of one that was released: the token tells them apart.
         token, factor = self._clipped.get(id(gradient), (None, None))
         if token is None or not token.holds(gradient):
             return None
-        # GradScaler may have checked and unscaled it since, which in some versions of torch count as writes.
+        # GradScaler may have checked and unscaled it since; in some versions of torch these count as writes.
         if isinstance(gradient, Tensor) and not 0 <= token.writes(gradient) <= 2 * versions_of_a_check():
             return None
         return factor
 
     def _as_float(self, gradient: GradientOrHandle) -> float:
-        """The factor as a number, 1 if there is none. One synchronisation for all gradients that share it."""
+        """Return the factor as a number, 1 if there is none. Synchronises once for all gradients that share it."""
         factor = self._factor(gradient)
         if factor is None:
             return 1.0
@@ -165,12 +165,12 @@ class Clipping:
         return self._floats[id(factor)]
 
     def _lost(self, gradient: GradientOrHandle) -> bool:
-        """Whether the gradient was clipped and has been written to since."""
+        """Return whether the gradient was clipped and has been written to since."""
         token, _ = self._clipped.get(id(gradient), (None, None))
         return token is not None and token.alive is gradient and self._factor(gradient) is None
 
     def about_to_add(self, record: ParameterRecord) -> None:
-        """Another micro-batch is about to be added to an offloaded gradient."""
+        """Warn if an offloaded gradient was clipped, to which another micro-batch is about to be added."""
         handle = self._offloaded.handle(record)
         if handle is not None and self._factor(handle) is not None:
             self._warn()
@@ -178,9 +178,9 @@ class Clipping:
     def scales(
         self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float
     ) -> Iterable[float]:
-        """The factors by which the step multiplies the gradient of each record.
+        """Return the factors by which the step multiplies the gradient of each record.
 
-        members: begin with the records. parameters: needed with `max_grad_norm`. scale: what unscales gradients.
+        members: tuples that begin with a record. parameters: needed with `max_grad_norm`. scale: unscales gradients.
         """
         if self.max_grad_norm is not None:
             scale *= float(clip_factor(self.norm(parameters) * scale, self.max_grad_norm))
@@ -210,11 +210,11 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _root(squares: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Of the sum of these, each with its parameter: float32, shape ()."""
+    """Return the square root of the sum of these, each with its parameter: float32, shape ()."""
     total = math.sqrt(math.fsum(float(square) for _, square in squares))
     return torch.tensor(total, dtype=torch.float32, device="cpu")
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor of clipping to `max_norm`: the formula of torch.nn.utils.clip_grads_with_norm_."""
+    """Return the factor of clipping to `max_norm`: the formula of torch.nn.utils.clip_grads_with_norm_."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

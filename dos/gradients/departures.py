@@ -1,4 +1,4 @@
-"""Gradients that leave during backward: which have gone, and whether what went is what the step will use."""
+"""Gradients that are sent to the host during backward, and whether the step can use them as they were sent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Seen:
-    """The record of one parameter's gradient: what hooks saw in this iteration, and what to expect of the next.
+    """One parameter's gradient as hooks saw it in this iteration, and expectations for the next.
 
-    gradient: the last one. written: that as backward left it, where it is to leave: another one each time.
+    gradient: the last one. written: its token from when backward wrote it, where it is to be sent: a new one each time.
     times: how often backward wrote to it; expected: how often in the last iteration (accumulation, micro-batches).
-    untouched: whether the step found it as backward had left it. If not, sending it early was in vain.
+    untouched: whether the step found it as backward had written it. If not, sending it early was in vain.
     """
 
     gradient: weakref.ref[Tensor] | None = None
@@ -37,11 +37,14 @@ class _Seen:
     untouched: bool = True
 
     def is_untouched(self, gradient: Tensor | None, writes: int | None) -> bool:
-        """Whether `gradient` is what was written, but for `writes` writes that changed no value; None: it is not."""
+        """Return whether `gradient` has the values that backward wrote.
+
+        writes: the number of later writes that changed no value; None: values have changed.
+        """
         written = self.written
         if written is None or gradient is None:
             return False
-        # DDP has put another tensor with the parameter: neither object nor version can tell, only the bits.
+        # DDP has set another tensor as `grad`: neither object nor version can tell whether it is equal, only the bits.
         if written.gradient is None:
             return not written.rewritten
         known = written.bits is not None or (writes is not None and written.writes(gradient) == writes)
@@ -50,10 +53,11 @@ class _Seen:
 
 @dataclass
 class Departure:
-    """The gradients of one subgroup on their way.
+    """The gradients of one subgroup that backward sends to the host.
 
-    awaited: pieces whose gradients are expected in this iteration and not gathered yet; all go once there are none.
-    callers: in which of the caller's queues those that are gathered were written, or copied into another layout.
+    awaited: pieces whose gradients are expected in this iteration and not gathered yet; once it is empty, the gathered
+        ones are sent.
+    callers: the caller's queues in which the gathered gradients were written, or copied into another layout.
     """
 
     subgroup: Subgroup
@@ -65,24 +69,23 @@ class Departure:
 
     @property
     def copies(self) -> list[Copy]:
-        """The copies that bring the gathered gradients to the host."""
+        """The copies that send the gathered gradients to the host."""
         return [copy for copy, _ in self.gathered.values()]
 
     def mark_sent(self, transit: Transit) -> None:
-        """The gathered gradients are on their way."""
+        """Note that the gathered gradients are in transit."""
         self.sent |= {piece: (transit, written) for piece, (_, written) in self.gathered.items()}
         self.gathered, self.callers = {}, set()
 
 
 class Departures:
-    """Watches gradients become final, one parameter after the other, and says when those of whole subgroups may leave.
+    """Watches gradients become final, one parameter after the other, and returns whole subgroups of them to send.
 
-    A gradient that changes after it was sent (clipping or unscaling in place, another backward) is noticed by its
-    identity and version, and the step sends it again: always right, fast where nothing was touched. What was always
-    changed is not sent early next time.
+    The step notices by identity and version that a gradient has changed after it was sent (clipping or unscaling in
+    place, another backward), and sends it again. A gradient that user code changes is not sent early next time.
 
-    writes: how often every gradient was written between backward and the step that is being prepared without changing a
-        value (GradScaler's check for inf); None: values have changed.
+    writes: the number of writes to every gradient between backward and this step that changed no value (GradScaler's
+        check for inf); None: values have changed.
     """
 
     def __init__(self) -> None:
@@ -95,7 +98,7 @@ class Departures:
 
     @property
     def past_half(self) -> bool:
-        """Whether backward has made half as many gradients as last time, so that it is past its peak of memory."""
+        """Whether backward has made over half as many gradients as last time, so that it is past its peak of memory."""
         return 2 * self._fired > self._fired_last > 0
 
     def gather(
@@ -106,24 +109,24 @@ class Departures:
         device: Device,
         gradient: Tensor | None = None,
     ) -> list[Departure]:
-        """Backward has written to the parameter's gradient, in the caller's present queue. Returns what leaves now.
+        """Gather a gradient that backward has written in the caller's present queue; return the complete departures.
 
-        gradient: what the parameter's will be made of, where it is not that yet.
-        places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients go to the host.
+        gradient: the tensor of which the parameter's gradient will be made, where `p.grad` does not have it yet.
+        places: the parameter's pieces, each with its subgroup. wanted: the subgroups whose gradients are sent.
         """
         here = gradient is None
         seen, gradient = self.count(record, gradient), record.parameter.grad if gradient is None else gradient
         places = [place for place in places if place[0] in wanted]
         if gradient is None or not places:
             return []
-        # Before the copy is issued: the step compares with the gradient as the copy reads it.
+        # Before the copy is issued, because the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here)
         staging = record.arena.gradient
-        # Another micro-batch will add to it, or user code always changes it: it would leave in vain.
+        # Another micro-batch will add to it, or user code always changes it: it would be sent in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
         if record.changed() or record.stand_in:
-            return []  # the step will read the parameter anew first
+            return []  # the step first reads the parameter anew
         caller = device.caller()
         with torch.no_grad():
             flat = record.flat_gradient(local(gradient))
@@ -142,7 +145,7 @@ class Departures:
         return complete
 
     def count(self, record: ParameterRecord, gradient: Tensor | None = None) -> _Seen:
-        """Backward has written to the parameter's gradient. gradient: another tensor that has it."""
+        """Count a gradient that backward has written. gradient: the tensor that has it, if not `p.grad`."""
         gradient = record.parameter.grad if gradient is None else gradient
         seen = self._seen.get(record)
         if seen is None:
@@ -154,17 +157,17 @@ class Departures:
         if seen.gradient is not None and seen.gradient() is gradient:
             seen.times += 1
         else:
-            # Weak: user code frees a gradient by setting it to None, and its memory has to go then.
+            # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 
     def marked(self) -> list[tuple[Token, Tensor]]:
-        """Tensors that may have been written to since without being counted; see `look_at_bits`."""
+        """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
         return [(written, gradient) for written, gradient in seen if gradient is not None]
 
     def subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
-        """The subgroup in a step, with the transits that bring gradients which still hold."""
+        """Return the subgroup in a step, with the transits of gradients that are still valid."""
         if update is None or update.offloaded:
             return Subject(subgroup, update, (), ())
         holding, departed = self.arriving(subgroup, update.pieces)
@@ -172,9 +175,9 @@ class Departures:
         return Subject(subgroup, update, departed, late)
 
     def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Transit]]:
-        """The pieces whose gradients went early and still hold, and the transfers that bring them."""
+        """Return the pieces whose gradients were sent early and are still valid, and the transits of these."""
         departure = self._departures.get(subgroup)
-        if departure is None or departure.staging is not subgroup.arena.gradient:  # which may have become wider since
+        if departure is None or departure.staging is not subgroup.arena.gradient:  # a wider one may have replaced it
             return set(), []
         holding = set()
         transfers = {}
@@ -183,14 +186,14 @@ class Departures:
                 continue
             transit, written = departure.sent[piece]
             seen = self._seen[piece.record]
-            # What went may be of an earlier backward than the last.
+            # The gradient that was sent may be of an earlier backward than the last one.
             if seen.written is written and seen.is_untouched(piece.record.parameter.grad, self.writes):
                 holding.add(piece)
                 transfers[transit.number] = transit
         return holding, list(transfers.values())
 
     def finish(self) -> None:
-        """The step has used the gradients, or was skipped: learn from how they were found, and begin anew."""
+        """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
         for record, seen in fired:
             seen.untouched = seen.is_untouched(record.parameter.grad, self.writes)
@@ -207,18 +210,18 @@ class Departures:
             )
 
     def forget(self) -> None:
-        """The gradients that are there are of no use: none of them is held, and none counts."""
+        """Forget all gradients seen so far, and refer to none of them."""
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
         self._departures = {}
         self._fired = 0
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:
-        """Their parameters were replaced."""
+        """Forget records whose parameters were replaced."""
         for record in records:
             self._seen.pop(record, None)
 
     def _expects(self, piece: Piece) -> bool:
-        """Whether the subgroup waits for this piece before it goes: not if it was idle or changed last time."""
+        """Return whether the subgroup waits for this piece: not if it had no gradient last time or that was changed."""
         seen = self._seen.get(piece.record)
         return seen is not None and seen.expected > 0 and seen.untouched and bool(piece.record.parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Whether a gradient still is the one that it was when something was done to it."""
+"""Tokens of gradients, which tell whether a gradient is still the same as when its token was made."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from dos.sharding.local import counts_writes, local, version
 from dos.torch_internals.tensors import storage_address
 
 GradientOrHandle = Tensor | Future
-"""A gradient with its parameter, or what `OffloadedGradients.gradients` has for one that is not."""
+"""A gradient in `p.grad`, or the handle that `OffloadedGradients.gradients` has for an offloaded one."""
 
 
 class Token:
     """A gradient as it is now: this object, this memory read in this way, this version.
 
-    Numbers alone do not tell two gradients apart: versions begin anew with each tensor, and addresses come back once
-    memory was freed. The object alone does not tell either: `gradient.data = ...` leaves it and its version as they
-    were.
+    Numbers alone do not tell two gradients apart: versions begin anew with each tensor, and the allocator reuses
+    addresses. The object alone does not either: `gradient.data = ...` changes neither the object nor its version.
 
-    gradient: None where another tensor will have the same values, with the parameter.
-    bits: a fingerprint where the version does not count all writes, or for another tensor; rewritten: whether the
-        gradient was found to have others, by `look_at_bits`.
+    gradient: None where DDP will set another tensor with the same values as `p.grad`.
+    bits: a fingerprint, where the version does not count all writes, or for another tensor; rewritten: whether
+        `look_at_bits` has found other bits.
     """
 
     def __init__(self, gradient: GradientOrHandle, *, here: bool = True) -> None:
-        """here: whether this tensor itself is with the parameter."""
+        """here: whether `p.grad` is this tensor itself."""
+        # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
         self.rewritten = False
         if isinstance(gradient, Tensor):
             mine = local(gradient)
-            # Keeps the storage object but not its memory: while it is held, no other storage has the same address.
+            # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self._reading = _reading(mine)
             self._version = version(gradient)
@@ -45,11 +45,11 @@ class Token:
 
     @property
     def alive(self) -> GradientOrHandle | None:
-        """The gradient, if it is still there."""
+        """The gradient; None if it was released."""
         return None if self.gradient is None else self.gradient()
 
     def holds(self, gradient: GradientOrHandle) -> bool:
-        """Whether this is the gradient, but for writes that `writes` tells of."""
+        """Return whether this is the token of the gradient, except for writes, which `writes` counts."""
         if self.rewritten or self.gradient is None or self.gradient() is not gradient:
             return False
         if not isinstance(gradient, Tensor):
@@ -58,10 +58,10 @@ class Token:
         return self._storage.cdata == storage_address(mine.untyped_storage()) and self._reading == _reading(mine)
 
     def writes(self, gradient: Tensor) -> int:
-        """How often the gradient was written to since, as far as versions count that."""
+        """Return the number of writes to the gradient since, as far as versions count them."""
         return version(gradient) - self._version
 
 
 def _reading(tensor: Tensor) -> tuple[object, ...]:
-    """Where and how values are read from the tensor's memory."""
+    """Return where and how the tensor reads its memory."""
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Gradients that live on the host: each leaves the accelerator during backward, and adds up there if it must."""
+"""Gradients on the host: backward moves each there, and adds those of further micro-batches to it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
 
 MOST_LEAVING = 256 << 20
-"""Bytes of gradients that may be on their way to the host at once, or one gradient if that alone is larger."""
+"""The most bytes of gradients in transit to the host at once, or one gradient if that alone is larger."""
 _SCALE = 8
-"""On an emulated device as small a share of its memory as that is of 64 GiB: so many bits."""
+"""A shift by this many bits gives the share that MOST_LEAVING is of 64 GiB, for the memory of an emulated device."""
 PASSAGE_BYTES, PASSAGES = 32 << 20, 8
-"""Of each part of the host memory through which gradients pass that are added to others; how many parts."""
+"""The size and the number of passages: host memory through which gradients pass that are added to others."""
 _PASSAGES_SHARE = 10
-"""One part in so many of a limited host memory is the most that all of them take beside it."""
+"""All passages together take one part in this number of a limited host memory at most, in addition to the limit."""
 
 _INCOMPLETE = (
     "moving a gradient to the host was interrupted or failed, so the gradients are not complete; call "
@@ -38,8 +38,8 @@ _INCOMPLETE = (
 class _Total(NamedTuple):
     """A parameter's gradient so far: in `values`, complete once `arrived` is done.
 
-    dtype: that `p.grad` would have; `values` are wider where another parameter's gradients are.
-    thread: in which backward made it; None: it was taken in no backward.
+    dtype: the dtype that `p.grad` would have; `values` are wider where another parameter's gradients are.
+    thread: the thread whose backward wrote it; None: it was not taken in a backward.
     """
 
     arrived: Future[None]
@@ -49,7 +49,8 @@ class _Total(NamedTuple):
 
 
 def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
-    """Add a part of a gradient to `target`, once it is there. before: what was added last, or failed."""
+    """Add a part of a gradient to `target`, once it has arrived. before: the addition before, which may have failed."""
+    # The copy writes `incoming`, and the addition before writes `target`: both must have ended, and succeeded.
     job.wait()
     before.result()
     # Rounded to `dtype` as autograd rounds, also where `target` is wider.
@@ -57,35 +58,34 @@ def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype,
 
 
 class OffloadedGradients:
-    """The gradients of accelerated parameters on the host, with all that was added since the last step.
+    """The gradients of accelerated parameters on the host, summed over the micro-batches since the last step.
 
-    `take` moves one from the accelerator and frees it there: `p.grad` is None afterwards. Further ones are added to it
-    where it was staged, in its dtype: the sum has the bits that autograd gives `p.grad`.
+    `take` moves a gradient from the accelerator: `p.grad` is None afterwards. Further gradients are added to it where
+    it was staged, in its dtype: the sum has the bits that autograd gives `p.grad`.
 
-    enabled: whether that was asked for; else there are none.
+    enabled: whether gradients are offloaded; else there are none here.
     """
 
-    # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to those
-    # before it (`_add_arrived`), for whose end `arrived` stands. The step reads it where it then is, and `clear`
-    # forgets it. From the first change until the total is noted all are `_torn`: after an exception none may be
-    # used.
+    # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to the sum
+    # (`_add_arrived`); `arrived` is done when the addition is. The step reads the sum where it is, and `clear` forgets
+    # it. From the first change until the total is stored all are `_torn`: after an exception none may be used.
     def __init__(self, store: HostStore, *, enabled: bool) -> None:
         self.enabled = enabled
         self._store = store
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
-        """Each with what reads from it last, in the order of use."""
+        """The passages in the order of use, each with the addition that reads from it last."""
         self._totals: dict[ParameterRecord, _Total] = {}
         self._torn = False
 
     def take(
         self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, ledger: Ledger, *, in_backward: bool
     ) -> None:
-        """Add the parameter's gradient to what is on the host, and free it on the accelerator once it is there.
+        """Add the parameter's gradient to its sum on the host, and release it on the accelerator behind the copy.
 
-        subgroups: in which the parameter lies; index: the position of the first. Where ranks divide it, nothing is
-        pinned in backward: that may wait for the device, whose collectives wait for other ranks; the first gradients
-        then travel more slowly.
-        If this is interrupted or fails, it is not known what was added, and all are refused until `clear`.
+        subgroups: the subgroups in which the parameter lies; index: the position of the first one. Where ranks divide
+        the parameter, no memory is pinned in backward: pinning may wait for the device, whose collectives wait for
+        other ranks; the first gradients are then copied more slowly.
+        If this is interrupted or fails, it is not known which parts were added, and all are refused until `clear`.
         """
         gradient = record.gradient
         assert gradient is not None
@@ -98,7 +98,7 @@ class OffloadedGradients:
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
-        # An exception from here on leaves it open whether the gradient was added.
+        # After an exception from here on it is not known whether the gradient was added.
         self._torn = True
         subgroup = subgroups[0] if subgroups else None
         flat = record.flat_gradient(gradient)
@@ -122,7 +122,7 @@ class OffloadedGradients:
     def _add(
         self, before: _Total, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
     ) -> Future[None]:
-        """Add a gradient to the parameter's total, part by part; what stands for the end of it."""
+        """Add a gradient to the parameter's total, part by part; return the future of the last addition."""
         arrived = before.arrived
         each = self._passage_bytes // gradient.itemsize
         for target, source in zip(before.values.split(each), gradient.split(each), strict=True):
@@ -133,12 +133,12 @@ class OffloadedGradients:
             job = self._send(incoming, source, index, subgroup, ledger)
             # The CPU lane is one thread, and adds in the order of backward: sums have the same bits each time.
             arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, before.dtype, arrived))
-            # With its last reader: the next gradient must not be copied over what the lane has yet to add.
+            # With its last reader: the next gradient must not be copied over a part that the lane has yet to add.
             self._passages.append((passage, arrived))
         return arrived
 
     def pin(self) -> None:
-        """Pin what gradients came through in backward, where that could not be. Raises as `HostStore.stage`."""
+        """Pin the passages that backward could not pin. Raises as `HostStore.stage`."""
         for passage, _ in self._passages:
             if not passage.nbytes:
                 self._store.reserve_whole(passage)
@@ -149,17 +149,18 @@ class OffloadedGradients:
         return PASSAGE_BYTES if limit is None else min(PASSAGE_BYTES, aligned(limit // (_PASSAGES_SHARE * PASSAGES)))
 
     def _free_passage(self, device: Device) -> HostTensor:
-        """One from which nothing is read any more. Blocks if all are in use."""
+        """Return a passage that no addition reads any more. Blocks if all are in use."""
         if len(self._passages) < PASSAGES and all(not reader.done() for _, reader in self._passages):
             return HostTensor(self._passage_bytes, torch.uint8, device, self._passage_bytes)
         passage, reader = self._passages.popleft()
-        reader.exception()  # waits; its own gradient says what went wrong
+        reader.exception()  # waits for the addition; a failure is raised where its own gradient is read
         return passage
 
     def refuse_second_thread(self, record: ParameterRecord | None) -> None:
-        """Called in backward: raise RuntimeError if the parameter's gradient so far was made in another thread.
+        """Raise RuntimeError if a backward in another thread has written the parameter's gradient so far.
 
-        That may have been adding to `p.grad` while it was taken away, so that a gradient were lost or counted twice.
+        The other thread may have been adding to `p.grad` while this one took it away, so that a gradient would be lost
+        or counted twice.
         """
         total = None if record is None else self._totals.get(record)
         if record is None or total is None or total.thread in (None, threading.get_ident()):
@@ -173,23 +174,24 @@ class OffloadedGradients:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if the gradients are not what backward has made."""
+        """Raise RuntimeError if a gradient was taken in part, so that the sums are not those of backward."""
         if self._torn:
             raise RuntimeError(_INCOMPLETE)
 
     @property
     def records(self) -> Collection[ParameterRecord]:
-        """Of the parameters whose gradients are here."""
+        """The records of the parameters whose gradients are here."""
         return self._totals.keys()
 
     def flat(self, record: ParameterRecord) -> Tensor:
-        """The parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks.
+        """Return the parameter's gradient so far: 1-D, on the host, in the order of `record.flat`. Blocks.
 
         Raises RuntimeError with the cause if a part of it did not arrive.
         """
         self.check()
         total = self._totals[record]
         try:
+            # The caller reads `values`, to which the copy or the CPU lane may still write.
             total.arrived.result()
         except Exception as error:
             self._torn = True
@@ -197,22 +199,23 @@ class OffloadedGradients:
         return total.values
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:
-        """A handle of the parameter's gradient as it is now: another object once it changes; None: it has none."""
+        """Return a handle of the parameter's gradient, another object after each change; None: it has no gradient."""
         total = self._totals.get(record)
         return None if total is None else total.arrived
 
     def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
-        """The gradients that are here, each with its handle; of the parameters with these ids alone, if given."""
+        """Return the records of gradients here, each with its handle; only of parameters with these ids, if given."""
         chosen = [r for r in self._totals if parameters is None or id(r.parameter) in parameters]
         return [(record, self._totals[record].arrived) for record in chosen]
 
     def forget(self, records: Iterable[ParameterRecord]) -> None:
-        """Forget the gradients of these, once nothing writes to them."""
+        """Forget the gradients of these, once no addition writes to them: their memory is released with the arenas."""
         for total in [self._totals.pop(record) for record in records if record in self._totals]:
+            # The arenas are released next, and the copy or the CPU lane may still write there. A failure is of no use.
             total.arrived.exception()
 
     def clear(self) -> None:
-        """Forget all gradients, once nothing writes to them."""
+        """Forget all gradients, once no addition writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False
         for total in forgotten.values():
-            total.arrived.exception()  # waits; what went wrong with gradients that are not used does not matter
+            total.arrived.exception()  # waits; a failure does not matter for gradients that no step uses

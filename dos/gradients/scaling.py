@@ -1,4 +1,4 @@
-"""Loss scaling: what torch.amp.GradScaler asks of a step."""
+"""Loss scaling: reads the requests of torch.amp.GradScaler to a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class AmpScale(NamedTuple):
     """The requests of torch.amp.GradScaler to a step.
 
     factor: unscales the gradients.
-    writes: how often every gradient was written since backward without changing a value, by its version counter; None
-        if the gradients have other values than backward left.
+    writes: the number of writes to every gradient since backward that changed no value, by its version counter; None
+        if the gradients have other values than backward wrote.
     skip: whether the step must not happen.
     """
 
@@ -32,8 +32,9 @@ class AmpScale(NamedTuple):
 def amp_scale(found_inf: Any, grad_scale: Tensor | None, meshes: Meshes, *, offloaded: bool) -> AmpScale:
     """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
-    meshes: the ranks over which gradients are divided. What is infinite on one is so on all; GradScaler looks at the
-        mesh of the first gradient only, so it is told, as torch's ShardedGradScaler is: all scales stay equal.
+    meshes: the ranks over which gradients are divided. A gradient that is infinite on one rank counts on all.
+        GradScaler reduces over the mesh of the first gradient only, so its `found_inf` is set here, as torch's
+        ShardedGradScaler does: all scales stay equal.
     Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them, or if ranks' scales differ.
     """
     if found_inf is None:
@@ -43,17 +44,17 @@ def amp_scale(found_inf: Any, grad_scale: Tensor | None, meshes: Meshes, *, offl
             "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "
             "train in bfloat16, which needs no loss scaling, or without offload_gradients"
         )
-    if grad_scale is None:  # unscale_() was called, which no version counter tells
+    if grad_scale is None:  # unscale_() was called, which changes values and no version counter
         return AmpScale(1.0, None, _anywhere(bool(float(found_inf)), None, meshes))
-    # Each number read by itself would wait for the device once more. Without any gradient, found_inf is 0, no tensor.
+    # In one transfer, because each read waits for the device. Without any gradient found_inf is 0 and no tensor.
     found_inf = torch.as_tensor(found_inf, dtype=grad_scale.dtype, device=grad_scale.device)
     scale, infinite = torch.stack([grad_scale.view(()), found_inf.view(())]).tolist()
-    # Its check for inf multiplied every gradient by 1, in place.
+    # GradScaler's check for inf multiplied every gradient by 1, in place.
     return AmpScale(1.0 / scale, versions_of_a_check(), _anywhere(bool(infinite), scale, meshes))
 
 
 def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
-    """Whether a gradient is infinite on any rank. scale: the loss scale; None: the scaler's."""
+    """Return whether a gradient is infinite on any rank. scale: the loss scale; None: read it from the scaler."""
     if not meshes:
         return infinite
     caller = calling_scaler()
@@ -73,11 +74,11 @@ def _anywhere(infinite: bool, scale: float | None, meshes: Meshes) -> bool:
 
 @functools.cache
 def versions_of_a_check() -> int:
-    """How often GradScaler's check for inf counts as a write to a gradient; versions of torch differ."""
+    """Return how often GradScaler's check for inf counts as a write to a gradient; versions of torch differ."""
     parameter = torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     before = version(parameter.grad)
     scaler = GradScaler("cpu")
-    scaler.scale(torch.ones((), device="cpu"))  # which makes its scale
+    scaler.scale(torch.ones((), device="cpu"))  # makes the scale, which unscale_() needs
     scaler.unscale_(torch.optim.SGD([parameter]))
     return version(parameter.grad) - before

@@ -1,4 +1,4 @@
-"""torch's own gradient clipping, where optimizers of ours have the gradients."""
+"""Replacements of torch's own gradient clipping, for gradients that DOSAdam has offloaded or folds factors into."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from dos.sharding.local import as_replicated, is_sharded, whole
 from dos.torch_internals.patches import replace_clipping
 
 _sessions: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Of all optimizers of ours. What is replaced in torch stays so for good, and must keep no optimizer alive."""
+"""The sessions of all optimizers of ours; weak, because torch's functions stay replaced and would keep them alive."""
 _folds = False
 
 
 def fold_clipping(enabled: bool = True) -> None:
-    """Let torch's gradient clipping leave the gradients of DOSAdam's parameters as they are, from now on.
+    """Fold the factor of torch's gradient clipping into the next ``step()`` of DOSAdam, from now on.
 
-    For training loops that are not one's own and call ``torch.nn.utils.clip_grad_norm_`` or
-    ``clip_grads_with_norm_`` in each step (Accelerate, Trainer, torchtitan): the norm is torch's, and the factor goes
-    into the next ``step()``, as that of ``optimizer.clip_grad_norm_`` does, so that gradients which left during
-    backward still are what the step uses. ``p.grad`` then has the values from before clipping. Gradients of other
-    parameters are clipped as ever. False: as it was. Offloaded gradients are clipped so in any case.
-    Clipping then raises RuntimeError for gradients that were clipped already, of which torch would find a wrong norm.
+    For training loops of others that call ``torch.nn.utils.clip_grad_norm_`` or ``clip_grads_with_norm_`` in each step
+    (Accelerate, Trainer, torchtitan). Torch computes the norm, and the factor is folded into the update as by
+    ``optimizer.clip_grad_norm_``, so that the step can use the gradients that backward has sent to the host. ``p.grad``
+    keeps its values from before clipping. Gradients of other parameters are clipped in place.
+    Offloaded gradients are always clipped in this way.
+
+    enabled: False restores torch's behaviour.
+    Clipping then raises RuntimeError for gradients that were clipped already, for which torch's norm would be wrong.
     """
     global _folds
     _folds = enabled
@@ -35,7 +37,7 @@ def fold_clipping(enabled: bool = True) -> None:
 
 
 def watch_clipping(session: Any, *, offloads: bool) -> None:
-    """Let torch's clipping know of this session, at once if that may have offloaded gradients."""
+    """Register this session with torch's clipping, which is replaced at once if gradients may be offloaded."""
     _sessions.add(session)
     if offloads:
         _wrap_torch()
@@ -56,7 +58,7 @@ def _clip_grad_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """As torch's, of offloaded gradients, too: the factor of these is folded into the update."""
+    """Clip as torch does, and offloaded gradients, too: their factor is folded into the update."""
     found = _as_list(parameters)
     sessions = [session for session in list(_sessions) if session.may_have_offloaded(found)]
     if not sessions:
@@ -86,13 +88,13 @@ def _clip_grads_with_norm(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """As torch's, or as `fold_clipping` says."""
+    """Clip as torch does, or fold the factor into the update if `fold_clipping` was called."""
     found = _as_list(parameters)
     _refuse_offloaded(found, "clip_grads_with_norm_", "its norm was found without them")
     sessions = list(_sessions) if _folds else []
     if sessions:
         factor = clip_factor(whole(total_norm).to(torch.float32), float(max_norm))
-        # A parameter may be of several: of one that was replaced and is still referred to, too.
+        # Several sessions may have a parameter: an optimizer that user code has replaced may still be alive.
         folded = {id(p) for session in sessions for p in session.fold_factor(found, factor)}
         found = [p for p in found if id(p) not in folded]
     if found:
@@ -105,7 +107,7 @@ def _clip_grad_value(
     clip_value: float,
     foreach: bool | None = None,
 ) -> None:
-    """As torch's, which does not see offloaded gradients."""
+    """Clip as torch does; refuse offloaded gradients, which torch does not see."""
     found = _as_list(parameters)
     _refuse_offloaded(found, "clip_grad_value_", "it does not see them")
     clip(found, clip_value, foreach)

@@ -1,4 +1,4 @@
-"""The arguments of an update of Adam: the settings of the step, and the arrays."""
+"""The arguments of an Adam update: the settings of the step, and the arrays."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from perfmodel.format import BLOCK
 logger = logging.getLogger(__name__)
 
 PART = 1 << 19
-"""Elements that torch operations update at once; bounds the memory of intermediates, some 100 bytes for each."""
+"""The most elements that torch operations update at once: intermediates take some 100 bytes for each."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""In the order of ``DType`` in csrc/adam.h."""
+"""The floating types of the kernels, in the order of ``DType`` in csrc/adam.h."""
 
 GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = range(9)
 GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(9, 14)
-"""The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. Without an array 0, and -1 for its type."""
+"""The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. A missing array is 0, and its type -1."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AdamStep:
 
     @cached_property
     def seed(self) -> int:
-        """The number of the step, hashed to 32 bits (the end of MurmurHash3): where moments in codes are rounded up."""
+        """The number of the step, hashed to 32 bits (the end of MurmurHash3), which seeds the rounding of codes."""
         bits = int(self.step) & 0xFFFFFFFF
         bits = (bits ^ bits >> 16) * 0x85EBCA6B & 0xFFFFFFFF
         bits = (bits ^ bits >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
@@ -115,7 +115,7 @@ class AdamArrays(NamedTuple):
     exp_avg_sq_scale: Tensor | None = None
 
     def slice(self, start: int, stop: int) -> AdamArrays:
-        """A view of the elements from start to stop, which are whole blocks where there are scales."""
+        """Return a view of the elements from start to stop, which must be whole blocks where there are scales."""
         return self._replace(
             **{
                 name: a[start // BLOCK : stop // BLOCK] if name.endswith("scale") else a[start:stop]
@@ -129,12 +129,12 @@ _T = TypeVar("_T")
 
 
 def where_there_is_memory(formula: Callable[..., _T], *arrays: Tensor | None) -> _T:
-    """The arrays after the formula: on their device, or on the host if intermediates do not fit there."""
+    """Return the arrays after the formula: on their device, or on the host if intermediates do not fit there."""
     try:
         return formula(*arrays)
     except torch.OutOfMemoryError as error:
         _warn_of_the_host(str(error))
-    # Not before the error is gone, and what it holds.
+    # Outside of except: the error refers to intermediates on the device, which must be released first.
     return formula(*(None if array is None else array.cpu() for array in arrays))
 
 
@@ -144,18 +144,18 @@ def _warn_of_the_host(error: str) -> None:
 
 
 def off_ties(master: Tensor) -> Tensor:
-    """float32 values as the update leaves them in masters of bfloat16 parameters; a copy."""
+    """Return a copy of float32 values, each tie moved as the update does in masters of bfloat16 parameters."""
     bits = master.view(torch.int32)
     return torch.where(bits & 0xFFFF == 0x8000, bits + (bits >> 15 & 2) - 1, bits).view(torch.float32)
 
 
 def rest_of(master: Tensor) -> Tensor:
-    """The lower halves of float32 masters, int16; a copy."""
+    """Return a copy of the lower halves of float32 masters, int16."""
     return master.view(torch.int32).to(torch.int16)
 
 
 def joined(upper: Tensor, rest: Tensor) -> Tensor:
-    """The float32 masters of which bfloat16 parameters and int16 rests are the halves."""
+    """Return the float32 masters whose halves are bfloat16 parameters and int16 rests."""
     rounded = upper.view(torch.int16).to(torch.int32) << 16
     bits = rounded + rest
     return torch.where(bits ^ rounded < 0, rounded, bits).view(torch.float32)

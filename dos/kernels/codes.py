@@ -44,9 +44,9 @@ class Codes(NamedTuple):
 
 
 def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None, seed: int = 0) -> Codes:
-    """float32 moments, 1-D and of whole blocks, as codes.
+    """Encode float32 moments, 1-D and of whole blocks.
 
-    root: the square root of `exp_avg_sq`, if that is known. seed: of the step, 32 bits.
+    root: the square root of `exp_avg_sq`, if it is known. seed: of the step, 32 bits.
     """
     if root is None:
         root = rooted(exp_avg_sq)
@@ -56,7 +56,7 @@ def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None, seed
     most, most_root = _largest(exp_avg), _largest(root)
     finite = (most < _TOO_LARGE) & (most_root < _INFINITE)
 
-    # By a tensor: on CUDA, division by a number is multiplication by its reciprocal.
+    # Division by a tensor: on CUDA, division by a number is multiplication by its reciprocal.
     scale = most.view(torch.float32) / torch.full_like(finite, 127, dtype=torch.float32)
     scale = (scale.view(torch.int32) + 0x7F & ~0x7F).view(torch.float32)
     scale = torch.where(finite, torch.where(scale < _LEAST_SCALE, 0.0, scale), torch.nan)
@@ -68,18 +68,18 @@ def encode(exp_avg: Tensor, exp_avg_sq: Tensor, root: Tensor | None = None, seed
 
 
 def decode_mean(codes: Tensor, scale: Tensor) -> Tensor:
-    """`exp_avg` in float32, 1-D as the codes."""
+    """Return `exp_avg` in float32, 1-D."""
     return (codes.float().view(-1, BLOCK) * scale[:, None]).view(-1)
 
 
 def decode_square(codes: Tensor, scale: Tensor) -> Tensor:
-    """`exp_avg_sq` in float32, 1-D as the codes."""
+    """Return `exp_avg_sq` in float32, 1-D."""
     root = (codes.float() + 1).view(-1, BLOCK) * scale[:, None]
     return (root * root).view(-1)
 
 
 def rooted(exp_avg_sq: Tensor) -> Tensor:
-    """The square root, correctly rounded. torch's in float32 is not on every processor; by way of double it is."""
+    """Return the square root, correctly rounded: via double, because torch's in float32 is not on every processor."""
     return exp_avg_sq.double().sqrt().float()
 
 
@@ -88,13 +88,13 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The bits of the largest magnitude in each block. They have the order of the magnitudes, any NaN above them."""
+    """Return the bits of the largest magnitude in each block. Bits sort as magnitudes do, any NaN above all."""
     magnitudes = values.view(torch.int32) & 0x7FFFFFFF
     return magnitudes.view(-1, BLOCK).amax(dim=1)
 
 
 def _parts(values: Tensor, scale: Tensor, parts: int) -> Tensor:
-    """In such parts of the scale of their block, rounded to nearest; 0 where that is 0 or NaN."""
+    """Return the values in units of their block's scale / `parts`, rounded to nearest; 0 where that is 0 or NaN."""
     factor = torch.where(scale > 0, 1 / scale * parts, 0.0)[:, None]
     finite = torch.where(scale.isnan()[:, None], 0.0, values.view(-1, BLOCK))
     return finite.mul_(factor).round_().view(-1).int()

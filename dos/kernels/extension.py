@@ -1,4 +1,4 @@
-"""The compiled part: in the package of these sources, or in the installed package that they shadow."""
+"""Imports the compiled part: from the package of these sources, or from the installed package that they shadow."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _CALLERS = ("kernels/adam.py", "kernels/update.py", "state/disk/files.py", "stat
 def load_extension() -> ModuleType:
     """Import the compiled part.
 
-    Python started in a checkout finds the sources there before the package that `pip install .` has installed, and the
-    compiled part is in that alone. It is taken from there if the modules that know its interface are the same in both.
+    Python started in a checkout finds the sources there before the package that `pip install .` has installed, and only
+    the package has the compiled part. It is imported from there if the modules that use its interface are the same in
+    both.
 
-    Raises ImportError with the cause and what mends it.
+    Raises ImportError with the cause and the remedy.
     """
     try:
         return importlib.import_module(_NAME)
@@ -45,7 +46,7 @@ def load_extension() -> ModuleType:
 
 
 def _installed() -> Path | None:
-    """The folder of another dos on Python's path that has a compiled part for this Python."""
+    """Return the folder of another dos on Python's path that has a compiled part for this Python."""
     for entry in sys.path:
         folder = Path(entry).resolve() / "dos"
         known = folder != _HERE and all((folder / name).is_file() for name in _CALLERS)

@@ -40,19 +40,22 @@ logger = logging.getLogger(__name__)
 
 
 def gpu_kernel_name() -> str:
-    """``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both are written to give the same bits."""
+    """Return ``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both compute the same bits."""
     return "torch" if _triton_kernel() is None else "triton"
 
 
 class GpuBatch:
-    """Queues the updates of some runs: one launch for those of one setting, kind and alignment."""
+    """Queues the updates of some runs: one launch for all runs of one setting, kind and alignment."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, device))
 
     def prepare(self, steps: Sequence[AdamStep], table: np.ndarray) -> Callable[[], None]:
-        """Prepare the updates of the runs that have a gradient; what queues them, without waiting for them."""
+        """Prepare the updates of the runs that have a gradient; return the function that queues them.
+
+        It does not wait for the device.
+        """
         launches = list(_alike(table))
 
         @torch.no_grad()
@@ -79,7 +82,7 @@ class GpuBatch:
             _adam_update_torch(self._arrays(row, step), step)
 
     def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
-        """The arrays to which a row of the table points, which has a gradient."""
+        """Return the arrays to which a row of the table points, which must have a gradient."""
         numel, blocks, *addresses = (int(word) for word in (row[NUMEL], row[NUMEL] // BLOCK, *row[:GRAD_TYPE]))
         moments = (torch.int8, torch.uint8) if addresses[EXP_AVG_SCALE] else (torch.float32, torch.float32)
         scale = (blocks, torch.float32)
@@ -99,7 +102,7 @@ class GpuBatch:
 
 
 class SentTable:
-    """A table on the device, sent where it differs from what is there; steps mostly find gradients where they were."""
+    """A table on the device, sent again only if it differs: most often gradients have the same addresses each step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -108,7 +111,7 @@ class SentTable:
         self._there = torch.empty(0)
 
     def send(self, rows: np.ndarray) -> Tensor:
-        """These rows, on the current stream, without waiting."""
+        """Return these rows on the device, sent on the current stream. Does not wait."""
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream().cuda_stream if cuda else 0
         if stream != self._stream or not np.array_equal(rows, self._rows):
@@ -116,7 +119,7 @@ class SentTable:
             if not cuda:
                 self._there = here
             elif stream == self._stream and here.shape == self._there.shape:
-                self._there.copy_(here.pin_memory(), non_blocking=True)  # behind the launch that reads what was there
+                self._there.copy_(here.pin_memory(), non_blocking=True)  # behind the launch that reads the old table
             else:
                 # In other memory: a launch on another stream may still read the old table.
                 self._there = here.pin_memory().to(self._device, non_blocking=True)
@@ -125,8 +128,8 @@ class SentTable:
 
 
 def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
-    """The runs that one launch updates: of one setting, types and alignment."""
-    # But not of scales, of which no thread loads several at once.
+    """Yield the runs that one launch updates: of one setting, types and alignment."""
+    # Scales may be misaligned, because no thread loads several at once.
     misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
     keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
     keys = keys * 2 + (table[:, EXP_AVG_SCALE] != 0)
@@ -139,7 +142,7 @@ def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _launch(kernel: Callable[..., None], *arguments: object) -> None:
-    """Launch the kernel. Its first launch loads it, which needs memory that is not the allocator's."""
+    """Launch the kernel. Its first launch loads it, which needs device memory outside of the allocator's cache."""
     try:
         kernel(*arguments)
     except Exception as error:
@@ -150,16 +153,16 @@ def _launch(kernel: Callable[..., None], *arguments: object) -> None:
 
 
 def _out_of_device_memory(error: Exception) -> bool:
-    """Whether the device had no memory. The driver says so in a RuntimeError, "Triton Error [CUDA]: out of memory"."""
+    """Return whether memory ran out. The driver raises RuntimeError then, "Triton Error [CUDA]: out of memory"."""
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
 
 
 def _can_be_of_the_compiler(error: Exception) -> bool:
-    """Whether the kernel could not be made for this machine, so that it will not be next time either.
+    """Return whether the kernel could not be compiled for this machine, and so will not be next time either.
 
-    Triton and what it calls raise many types: its own, RuntimeError without a C compiler, CalledProcessError, OSError
-    where its cache cannot be written. So all counts as that but a want of memory and what the driver reports of the
-    device, unless that is of the kernel's code.
+    Triton and the programs that it calls raise many types: its own, RuntimeError without a C compiler,
+    CalledProcessError, OSError where its cache cannot be written. So all errors count, except a lack of memory and the
+    driver's errors of the device, unless they concern the kernel's code.
     """
     if isinstance(error, MemoryError) or _out_of_device_memory(error):
         return False
@@ -171,7 +174,7 @@ _triton_failed = False
 
 
 def _triton_kernel() -> Callable[..., None] | None:
-    """The GPU kernel; None if it cannot be used."""
+    """Return the GPU kernel; None if it cannot be used."""
     return None if _triton_failed else _import_triton_kernel()
 
 
@@ -179,7 +182,7 @@ def _triton_kernel() -> Callable[..., None] | None:
 def _import_triton_kernel() -> Callable[..., None] | None:
     try:
         from dos.kernels.triton_kernel import adam_update
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise any error
         _give_up_triton(error)
         return None
     logger.info("updates on the GPU are done by the Triton kernel")
@@ -200,7 +203,7 @@ def _give_up_triton(error: Exception) -> None:
 
 
 def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
-    """Update by torch operations, on any device, without waiting for it but where that has no memory."""
+    """Update by torch operations, on any device; wait for the device only where it runs out of memory."""
     for start in range(0, len(arrays.param), PART):
         part = arrays.slice(start, start + PART)
         new = where_there_is_memory(functools.partial(_updated, step), *part)
@@ -210,7 +213,7 @@ def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
 
 
 def _updated(step: AdamStep, *part: Tensor) -> AdamArrays:
-    """The result of a run: the formula in torch operations, the reference of csrc/kernels.cpp."""
+    """Return the result of a run: the formula in torch operations, the reference of csrc/kernels.cpp."""
     # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
@@ -248,10 +251,10 @@ def _canonical(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _fma(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """``a * b + c`` of float32 tensors, rounded once. torch has no such operation.
+    """Return ``a * b + c`` of float32 tensors, rounded once. torch has no such operation.
 
-    The product is exact in double precision. The sum is rounded to odd, after which rounding it again to float32 gives
-    what rounding the exact value would (Boldo and Melquiond 2008).
+    The product is exact in double precision. The sum is rounded to odd, so that rounding it again to float32 equals
+    rounding the exact value (Boldo and Melquiond 2008).
     """
     product = a.double() * b
     total = product + c

@@ -1,8 +1,8 @@
-"""float32 masters of 16-bit parameters: how they follow what users write, and go from one format to another.
+"""float32 masters of 16-bit parameters: they follow user code's writes, and are converted between formats.
 
-A bfloat16 parameter that user code wrote to keeps the rest of its master, the lower half, in every
-format alike: nothing tells which of its elements were touched, and a rest is below the
-parameter's own precision. So elements that were not touched keep their masters to the bit.
+A bfloat16 parameter that user code wrote to keeps the rest of its master, the lower half, in every format: it is not
+known which of its elements were written, and a rest is below the parameter's own precision. So elements that were not
+written keep their masters to the bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _memory = threading.local()
 
 
 def follow(master: Tensor, parameter: Tensor) -> None:
-    """Give `master` the values of a parameter that was written to; 1-D, of one length, on one device."""
+    """Set `master` to the values of a parameter that was written to; 1-D, of one length, on one device."""
     if master.dtype == parameter.dtype:
         master.copy_(parameter)
     else:
@@ -30,8 +30,8 @@ def follow(master: Tensor, parameter: Tensor) -> None:
 def correct_rest(rest: Tensor, parameter: Tensor) -> None:
     """Let the rests of masters agree with bfloat16 parameters that were written to; 1-D, of one length, on one device.
 
-    They are kept, but for those with which the parameter would become another number: 0 that of the
-    other sign, less than 0 in magnitude, and an infinity a finite number or NaN.
+    Rests are kept unless the joined master would not round to the parameter: with a negative rest 0 would become a
+    number of the other sign, and with any rest an infinity a finite number or NaN.
     """
     _write(_correct, rest, parameter)
 
@@ -43,9 +43,9 @@ def _write(formula: Callable[[Tensor, Tensor], Tensor], mine: Tensor, parameter:
 
 def _followed(master: Tensor, parameter: Tensor) -> Tensor:
     if parameter.dtype == torch.bfloat16:
-        # One that was loaded may be a tie, whose lower half is of no use beside the parameter.
+        # A loaded master may be a tie, whose lower half cannot be joined with the parameter.
         return joined(parameter, _correct(rest_of(off_ties(master)), parameter))
-    # Where the parameter still is the master rounded, the master knows it better.
+    # Where the parameter still is the rounded master, the master has more bits.
     kept = master.to(parameter.dtype).view(torch.int16) == parameter.view(torch.int16)
     return torch.where(kept, master, parameter.to(master.dtype))
 
@@ -61,9 +61,9 @@ def _correct(rest: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _intermediates(numel: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory of this thread for an int16 and two booleans for each element.
+    """Return memory of this thread for an int16 and two booleans for each element.
 
-    If malloc gave it anew for each subgroup, much would stay with the process, beside what state may take of the host.
+    If each subgroup allocated it anew, malloc would keep much of it, in addition to the memory that state may take.
     """
     if not hasattr(_memory, "bytes"):
         with torch.inference_mode(False):  # a tensor of that mode may not be written to outside of it
@@ -74,7 +74,7 @@ def _intermediates(numel: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_master(parameter: Tensor, rest: Tensor, *, written: bool) -> Tensor:
-    """The float32 master of a bfloat16 parameter, on the host.
+    """Return the float32 master of a bfloat16 parameter, on the host.
 
     rest: as in a state dict. written: whether user code wrote to the parameter.
     """

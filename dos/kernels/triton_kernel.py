@@ -1,10 +1,10 @@
 """The Adam update on a GPU: the formula of csrc/kernels.cpp, operation for operation, in one pass over memory.
 
-Its results are those of the C++ kernels to the bit, because every operation is correctly rounded and none is fused
-but where the formula says so: launched with ``enable_fp_fusion=False``, Triton writes ``mul.rn``, ``add.rn`` and
-``sub.rn``, which the PTX specification forbids to contract. Square root and division are written in PTX, because
-``tl.sqrt_rn`` and ``tl.div_rn`` of Triton 3.5 and older flush denormals. Nothing else flushes them. For ROCm, where
-there is no PTX, they are Triton's.
+Its results are those of the C++ kernels to the bit, because every operation is correctly rounded, and fused only where
+the formula says so: launched with ``enable_fp_fusion=False``, Triton writes ``mul.rn``, ``add.rn`` and ``sub.rn``,
+which the PTX specification forbids to contract. Square root and division are written in PTX, because ``tl.sqrt_rn`` and
+``tl.div_rn`` of Triton 3.5 and older flush denormals. No other operation flushes them. For ROCm, which has no PTX,
+square root and division are Triton's.
 
 Importing this module imports Triton, which comes with torch for CUDA.
 """
@@ -33,14 +33,15 @@ _FIRST = tl.constexpr(STEP)  # on the device this column has the number of the r
 
 
 def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Callable[[np.ndarray], Tensor]) -> None:
-    """Queue the update on the current stream of the current device, which must be that of the tensors.
+    """Queue the update on the current stream of the current device, which must be the tensors' device.
 
     :func:`dos.kernels.update.adam_update` has checked the arrays. The scalars are float32 already, so that
-    nothing is rounded on the way.
+    passing them rounds nothing.
 
     Args:
         rows: of runs of one kind, none of them empty, of which ``arrays`` is the first.
-        send: brings the rows to the device. For one run nothing is sent, which could wait for a transfer of state.
+        send: copies the rows to the device. For one run nothing is sent, because a copy could wait for a transfer of
+            state.
     """
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
         step.float32_scalars
@@ -52,11 +53,11 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
         aligned = not (rows[:, [*range(REST + 1), NUMEL]] & 15).any()
-        # Each run has its own length; a number of the same type and alignment always, so that nothing compiles anew.
+        # Each run has its own length; always a number of the same type and alignment, so that Triton compiles once.
         numel, blocks, count, table = _BLOCK, int(ends[-1]), len(rows), send(rows)
-        # Only the types count, but Triton compiles anew for pointers of other alignment.
+        # The kernel reads only the types of these, but Triton compiles anew for pointers of other alignment.
         arrays = AdamArrays._make(None if array is None else table.view(array.dtype) for array in arrays)
-    launch: Any = adam_kernel[(blocks,)]  # whose signature is not that of the kernel
+    launch: Any = adam_kernel[(blocks,)]  # its signature is not the kernel's
     launch(
         *arrays,
         numel,
@@ -82,7 +83,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
     )
 
 
-# What differs between steps must not be compiled anew, as multiples of 16 and 1 are.
+# Without specialisation, which compiles anew for multiples of 16 and for 1: these arguments differ between steps.
 @triton.jit(do_not_specialize=["count", "seed", "exp_avg_scale", "exp_avg_sq_scale"])
 def adam_kernel(
     grad: tl.tensor,
@@ -113,10 +114,10 @@ def adam_kernel(
     PTX: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Elements [0, numel) of arrays on the device. max_exp_avg_sq, out, rest, scales: None where there is none.
+    """Update elements [0, numel) of arrays on the device. max_exp_avg_sq, out, rest, scales: None where missing.
 
-    table: of so many runs as `count` says, which are updated instead; the arrays then say of what kind they are.
-    ALIGNED: whether all addresses but those of scales, and all lengths, in the table are multiples of 16.
+    table: of `count` runs, which are updated instead; the arrays then give only their types.
+    ALIGNED: whether all lengths, and all addresses except those of scales, in the table are multiples of 16.
     PTX: False under Triton's interpreter and on ROCm, which know no PTX.
     """
     block = tl.program_id(0).to(tl.int64)
@@ -209,13 +210,13 @@ def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.co
 
 @triton.jit
 def _times(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """Each element times the scale of its block."""
+    """Return each element times the scale of its block."""
     return tl.reshape(tl.reshape(x, (scale.shape[0], _SCALED)) * scale[:, None], (x.shape[0],))
 
 
 @triton.jit
 def _largest(x: tl.tensor) -> tl.tensor:
-    """The bits of the largest magnitude in each block; see dos/kernels/codes.py, also for the next three."""
+    """Return the bits of the largest magnitude in each block; see dos/kernels/codes.py, also for the next three."""
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.reshape(magnitudes, (x.shape[0] // _SCALED, _SCALED)), axis=1)
 
@@ -236,9 +237,9 @@ def _root_scale(most: tl.tensor, finite: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _levels(x: tl.tensor, scale: tl.tensor, drawn: tl.tensor, LOG: tl.constexpr, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
-    """In levels of the scale: in 2**LOG parts of one, rounded to nearest, then down or up as `drawn` says.
+    """Return x in levels of the scale: rounded to the nearest 2**-LOG of one, then down or up by `drawn`.
 
-    The lowest byte of what is returned counts.
+    Only the lowest byte of the result counts.
     """
     parts = tl.full(scale.shape, 1.0, tl.float32) * (1 << LOG)
     factor = tl.where(scale > 0, _divide(parts, scale, PTX), 0.0)
@@ -249,14 +250,14 @@ def _levels(x: tl.tensor, scale: tl.tensor, drawn: tl.tensor, LOG: tl.constexpr,
 
 @triton.jit
 def _canonical(x: tl.tensor) -> tl.tensor:
-    # On the bits, because compilers may assume that all NaN are alike, and the hardware's is another than ours.
+    # On the bits, because compilers may assume that all NaN are alike, and the hardware's NaN differs from ours.
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _off_tie(x: tl.tensor) -> tl.tensor:
-    """A master of a bfloat16 parameter is never a tie; see csrc/adam.h."""
+    """Move ties: a master of a bfloat16 parameter is never one; see csrc/adam.h."""
     bits = x.to(tl.uint32, bitcast=True)
     towards_even = tl.where((bits & 0x10000) != 0, bits + 1, bits - 1)
     return tl.where((bits & 0xFFFF) == 0x8000, towards_even, bits).to(tl.float32, bitcast=True)
@@ -264,7 +265,7 @@ def _off_tie(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _joined(upper: tl.tensor, rest: tl.tensor) -> tl.tensor:
-    """A master from its upper half, widened, and its lower one; see csrc/adam.h."""
+    """Return a master from its upper half, widened, and its lower half; see csrc/adam.h."""
     rounded = upper.to(tl.int32, bitcast=True)
     bits = rounded + rest.to(tl.int32)
     return tl.where((bits ^ rounded) < 0, rounded, bits).to(tl.float32, bitcast=True)
@@ -272,7 +273,7 @@ def _joined(upper: tl.tensor, rest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _widened(x: tl.tensor) -> tl.tensor:
-    if x.dtype == tl.bfloat16:  # of which older compilers know no conversion for older GPUs
+    if x.dtype == tl.bfloat16:  # older compilers have no conversion of it for older GPUs
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505  (the branch that is not taken must not be compiled)
         return x.to(tl.float32)
@@ -280,12 +281,12 @@ def _widened(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """A canonical float32 in another type, to nearest even; NaN stay canonical, which the hardware's would not."""
+    """Round a canonical float32 to another type, to nearest even; NaN stay canonical, unlike the hardware's."""
     bits = x.to(tl.uint32, bitcast=True)
     if dtype == tl.bfloat16:
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:  # noqa: RET505
-        # On the bits of the result: asked of `bits`, LLVM leaves the constant out, because all NaN are alike to it.
+        # On the bits of the result: for a test of `bits` LLVM leaves the constant out, because all NaN are alike to it.
         half = x.to(tl.float16).to(tl.uint16, bitcast=True)
         return tl.where((half & 0x7FFF) > 0x7C00, 0x7E00, half).to(tl.uint16).to(tl.float16, bitcast=True)
     else:

@@ -14,11 +14,11 @@ master's lower half together give the master back::
     bits = (upper << 16 | lower) - (lower > 0x8000 ? 0x10000 : 0)
 
 It changes 65,280 of the 2**32 floats, none of them to another bfloat16, and holds wherever state is
-kept and whichever processor updates it. What a user writes into a master in place is used as it is.
+kept and whichever processor updates it. A value that user code writes to a master in place is used as it is.
 
 So a master need not be kept beside its parameter: a split one is the parameter and a ``rest`` of 16
 bits, the lower half, which every kernel joins, updates and splits again in its one pass over memory,
-with the same result. Read as a signed number, the rest is what rounding took away, and the formula
+with the same result. Read as a signed number, the rest is the error of rounding, and the formula
 above becomes ``bits = (upper << 16) + rest``. An update then moves 26 bytes per parameter (with a
 bfloat16 gradient) and not 28.
 """
@@ -43,15 +43,15 @@ _adam = load_extension()
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that can be asked for here, best first."""
+    """Return the instruction sets of this machine, best first."""
     return _adam.instruction_sets()
 
 
 class AdamBatch:
     """Updates of several runs of elements, the same ones step after step: in one native call, or one launch.
 
-    The arrays are checked here and not held: their memory must last until the update has ended. Of the next one it may
-    be elsewhere, which :meth:`follow` is told; and :meth:`point` says where each update finds its gradients.
+    It checks the arrays, and does not refer to them: their memory must last until the update has ended. The next update
+    may be of other memory, which :meth:`follow` sets; :meth:`point` sets the addresses of each update's gradients.
 
     Raises:
         TypeError: an array is not a dense tensor, or of a dtype not listed in :class:`AdamArrays`.
@@ -69,16 +69,16 @@ class AdamBatch:
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
 
     def follow(self, moves: Iterable[tuple[int, int, int]]) -> None:
-        """Follow arrays to other memory. moves: from which address, to which, and how many bytes have moved."""
+        """Follow arrays to other memory. moves: (old address, new address, bytes)."""
         columns = self._table[:, PARAM:GRAD_TYPE]
         before = columns.copy()  # an array may be where another one was
         for source, destination, nbytes in moves:
             columns[(before >= source) & (before < source + nbytes)] += destination - source
 
     def point(self, addresses: Sequence[int], dtypes: Sequence[torch.dtype] | None = None) -> None:
-        """Say where the gradients of the next update are, one for each run, 0 for none: that run is left as it is.
+        """Set the addresses of the gradients of the next update, one for each run; 0: no gradient, and no update.
 
-        What is there is not checked: as many elements as the run has, in its order. dtypes: None, as before.
+        Each must have as many elements as the run, in its order, which is not checked. dtypes: None, as before.
         """
         self._check_length("addresses", addresses)
         if dtypes is not None and self._dtypes != list(dtypes):
@@ -100,8 +100,8 @@ class AdamBatch:
         """Update ``param`` and the state of every run that has a gradient in place, in one pass over memory.
 
         Args:
-            which: of ``steps`` that each run takes; None, the first.
-            threads: at most so many on the CPU; 0 stands for :func:`dos.machine.threads.kernel_threads`.
+            which: the index in ``steps`` for each run; None: 0 for all.
+            threads: the most threads on the CPU; 0 stands for :func:`dos.machine.threads.kernel_threads`.
             isa: one of :func:`instruction_sets`, None for the best.
 
         Raises:
@@ -113,7 +113,7 @@ class AdamBatch:
         prepare([self], steps, threads=threads, isa=isa)()
 
     def choose(self, steps: Sequence[AdamStep], which: Sequence[int] | None = None) -> None:
-        """Say which of ``steps`` each run takes, as in :meth:`update`, before batches are updated together."""
+        """Set the index in ``steps`` for each run, as in :meth:`update`, before batches are updated together."""
         chosen = self._table[:, STEP]
         chosen[:] = first = last = 0
         if which is not None and len(chosen):
@@ -135,9 +135,9 @@ class AdamBatch:
 def prepare(
     batches: Sequence[AdamBatch], steps: Sequence[AdamStep], *, threads: int = 0, isa: str | None = None
 ) -> Callable[[], None]:
-    """Prepare the update of batches on one device, each of which has had its :meth:`AdamBatch.choose`, as if one.
+    """Prepare the update of batches on one device as one, after :meth:`AdamBatch.choose` of each.
 
-    Returns what updates them, or on a GPU queues that with little left to do for the host.
+    Returns the function that updates them, or on a GPU queues the update, with little work for the host.
     """
     first = batches[0]
     table = first._table if len(batches) == 1 else np.concatenate([batch._table for batch in batches])
@@ -157,9 +157,9 @@ def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: st
 
 
 def sum_of_squares(src: Tensor, *, threads: int = 0, isa: str | None = None) -> float:
-    """The sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
+    """Return the sum of squares of a 1-D contiguous CPU tensor (float32, bfloat16 or float16), in double precision.
 
-    The order of summation is fixed, so the result depends on the values alone. ``threads``, ``isa`` and the errors
+    The order of summation is fixed, so that the result depends only on the values. ``threads``, ``isa`` and the errors
     raised are those of :class:`AdamBatch`.
     """
     _check("src", src, FLOATS, src)
@@ -222,7 +222,7 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], like: Ten
     if not tensor.is_contiguous():
         raise ValueError(f"{name}: expected a contiguous tensor, found stride {tensor.stride(0)}")
     if tensor.is_neg() or is_zero_tensor(tensor):
-        # The kernels read memory, which does not hold what such a tensor stands for.
+        # The kernels read memory, which does not have the values of such a tensor.
         raise ValueError(f"{name}: expected values in memory, found a lazily negated or zero tensor; use .clone()")
 
 

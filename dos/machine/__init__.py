@@ -1,1 +1,1 @@
-"""The host: threads, memory, and what was measured of it."""
+"""The host: threads, memory, and its measured profiles."""

@@ -1,4 +1,4 @@
-"""Host memory: how much there is, said before it is taken."""
+"""Host memory: how much is available, checked before it is allocated."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
 SHARE_OF_HOST = 0.9
-"""Of the host's memory that is there, which state may take where users do not say and a disk has the rest."""
+"""The share of available host memory that state may take where users do not say and a disk has the rest."""
 
 
 def available_bytes() -> int | None:
-    """Bytes that can still be allocated without swapping: of the machine, or of the container if that is less.
+    """Return the bytes that can be allocated without swapping, of the machine or of the container if that is less.
 
     None where neither can be read.
     """
-    machine = _of_machine()
+    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
+    machine = None if kibibytes is None else 1024 * kibibytes
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
 def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False) -> None:
-    """Raise MemoryError if state of `nbytes` has no room here, for each of so many processes of this host.
+    """Raise MemoryError if state of `nbytes` does not fit in host memory, for each of `processes` on this host.
 
-    To be asked before that is allocated: Linux grants allocations that it cannot serve, and kills the process
-    when they are used. Garbage is collected first.
+    Call it before the state is allocated: Linux grants allocations that it cannot serve, and kills the process when the
+    memory is used. Garbage is collected first.
 
-    spills: whether there is a disk for what is not to be here.
+    spills: whether there is a disk for state that does not fit.
     """
     available = available_bytes()
     if available is not None and nbytes * processes > available:
@@ -53,7 +54,7 @@ def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False) 
 
 
 def host_share() -> int:
-    """Bytes of the host's memory that state of this process may take where users do not say."""
+    """Return the bytes of host memory that state of this process may take where users do not say."""
     available = available_bytes()
     if available is None:
         raise MemoryError("it is not known how much memory the host has; say how much state may take: host_memory=")
@@ -61,20 +62,16 @@ def host_share() -> int:
 
 
 def left_of_share(share: int) -> int:
-    """Bytes that are left of what once was a process's share, of which others may have taken some since."""
+    """Return the share, or less if other programs have taken so much memory since that it is not available."""
     available = available_bytes()
     return share if available is None or available >= share else host_share()
 
 
-def _of_machine() -> int | None:
-    kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
-    return None if kibibytes is None else 1024 * kibibytes
-
-
 def _of_container(machine: int | None) -> Iterator[int]:
-    """The bytes that each control group of this process, and around it, leaves; droppable page cache does not count.
+    """Yield the bytes that each control group of this process leaves, from its own to the root.
 
-    How much of it that is takes long to read, and is not asked of a group that leaves more than the machine has.
+    Page cache that Linux can release counts as left. Its size takes long to read, and is not read for a group that
+    leaves more than the machine has.
     """
     for line in _read(_PROC / "self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
@@ -93,12 +90,12 @@ def _of_container(machine: int | None) -> Iterator[int]:
                 if machine is None or left < machine:
                     left += sum(_field(folder / "memory.stat", name) or 0 for name in cache)
                 yield max(0, left)
-            if folder == mount:  # of a container, too, which does not see the path that is written there
+            if folder == mount:  # also in a container, which sees its group here and not under its path
                 break
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after `name` in a file of lines `name number`; None if there is none."""
+    """Return the number after `name` in a file of lines `name number`; None if there is none."""
     for line in _read(path).splitlines():
         words = line.split()
         if words[:1] == [name] and words[1:] and words[1].isdigit():

@@ -1,4 +1,4 @@
-"""Where measured profiles are kept, and how they are found again."""
+"""Stores measured profiles in files, and finds them again."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from perfmodel.hardware import HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
 BUSY = "measured while other programs had the CPU"
-"""The note of a profile whose rates are therefore too low."""
+"""The note in a profile whose rates are too low for this reason."""
 
 
 def find_profile(device_name: str) -> HardwareProfile | None:
-    """The profile that was measured on this machine with this accelerator, cores and ranks; None if there is none.
+    """Return the profile that was measured on this machine with this accelerator, cores and ranks; None without one.
 
-    A file that cannot be used is as good as none; a warning names it, once.
+    A file that cannot be used is ignored; a warning names it, once.
     """
     try:
         return _load(profile_path(device_name), device_name, COMMAND)
@@ -33,7 +33,7 @@ def find_profile(device_name: str) -> HardwareProfile | None:
 
 
 def save_profile(profile: HardwareProfile, device_name: str) -> Path:
-    """Keep a profile of this machine for `find_profile`; where it is. Raises OSError if it cannot be written."""
+    """Save a profile of this machine for `find_profile`; return its path. Raises OSError if it cannot be written."""
     path = profile_path(device_name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written apart and renamed, so that no process reads half a file.
@@ -44,9 +44,9 @@ def save_profile(profile: HardwareProfile, device_name: str) -> Path:
 
 
 def resolve_profile(profile: HardwareProfile | str | Path | None, device_name: str) -> HardwareProfile | None:
-    """The profile that a user asked for.
+    """Return the profile that a user asked for.
 
-    profile: itself, the name of a built-in one, a file, or None for `find_profile`.
+    profile: a profile, the name of a built-in one, a file, or None for `find_profile`.
     Raises ValueError that names the file if it is missing, broken, of another version or measured on another machine.
     """
     if profile is None:
@@ -65,7 +65,7 @@ def resolve_profile(profile: HardwareProfile | str | Path | None, device_name: s
 
 
 def check_named(profile: str | Path) -> None:
-    """Raise ValueError unless it is a file or the name of a built-in profile."""
+    """Raise ValueError unless `profile` is a file or the name of a built-in profile."""
     builtin = builtin_profiles()
     if str(profile) not in builtin and not Path(profile).is_file():
         raise ValueError(
@@ -75,12 +75,12 @@ def check_named(profile: str | Path) -> None:
 
 
 def profile_path(device_name: str) -> Path:
-    """Where this machine's profile is kept: one file per accelerator, CPU, cores of this process and local ranks.
+    """Return this machine's file: one per accelerator, CPU, number of cores of this process, and of local ranks.
 
     Raises OSError if there is no home directory.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # the XDG specification has relative paths ignored
+    if not cache.is_absolute():  # the XDG specification requires that relative paths are ignored
         try:
             cache = Path.home() / ".cache"
         except RuntimeError as error:
@@ -90,13 +90,13 @@ def profile_path(device_name: str) -> Path:
 
 
 def machine_name(device_name: str) -> str:
-    """The name of this machine in `Provenance.machine`."""
+    """Return the name of this machine in `Provenance.machine`."""
     return f"{device_name}, {cpu_model()}"
 
 
 @functools.cache
 def cpu_model() -> str:
-    """As the system calls it."""
+    """Return the system's name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -106,7 +106,7 @@ def cpu_model() -> str:
 
 
 def _load(path: Path, device_name: str, mend: str) -> HardwareProfile:
-    """Raises OSError or ValueError naming the file and the command that mends it."""
+    """Load a profile. Raises OSError or ValueError naming the file and the command that mends it."""
     try:
         profile = HardwareProfile.load(path)
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""How many threads the host's kernels use, and on which cores: those near the accelerator, shared by local ranks."""
+"""The threads of the host's kernels, and their cores: the ones near the accelerator, divided among local ranks."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _DISPLAY = "0x03"  # PCI base class of display controllers; other functions of a
 
 
 class Cores(NamedTuple):
-    """Where the host updates what belongs to one accelerator.
+    """The cores on which the host updates the parameters of one accelerator.
 
-    cpus: logical CPUs, as the system numbers them. threads: of one rank's kernels on them.
+    cpus: logical CPUs, as the system numbers them. threads: the number of threads of one rank's kernels on them.
     """
 
     cpus: frozenset[int]
     threads: int
 
 
-_bound = threading.local()  # .threads: of the cores that this thread is bound to; .beside: whether it leaves one
+_bound = threading.local()  # .threads: on the cores that this thread is bound to; .beside: whether it leaves a core
 _wanted = 0
 
 
 def set_kernel_threads(count: int) -> None:
     """Use `count` threads for kernels from now on, such as a calibrated profile's `cpu_threads`; 0: choose again.
 
-    Never more are used than there are cores for this process. Raises ValueError if it is negative.
+    No more threads are used than this process has cores. Raises ValueError if `count` is negative.
     """
     global _wanted
     if count < 0:
@@ -47,10 +47,10 @@ def set_kernel_threads(count: int) -> None:
 
 
 def kernel_threads() -> int:
-    """How many threads a kernel called by this thread uses.
+    """Return the number of threads that a kernel uses if this thread calls it.
 
-    What `set_kernel_threads` has set, else `torch.get_num_threads()`, but no more than this rank's share of the cores.
-    OMP_NUM_THREADS=1 from a launcher is ignored, because kernels that wait for memory need more threads than one.
+    It is the number set by `set_kernel_threads`, else `torch.get_num_threads()`, but at most this rank's share of the
+    cores. OMP_NUM_THREADS=1 from a launcher is ignored, because kernels that wait for memory need more than one thread.
     """
     if _wanted:
         return _beside(min(_wanted, len(usable_cores())))
@@ -67,9 +67,9 @@ def kernel_threads() -> int:
 
 
 def leave_a_core() -> None:
-    """From now on kernels called by this thread leave a core to the thread that issues forward and backward.
+    """Leave a core to the thread that issues forward and backward, in kernels that this thread calls from now on.
 
-    Where there are more than two, and unless OMP_NUM_THREADS says how many threads there are to be.
+    Only where there are more than two cores, and unless OMP_NUM_THREADS sets the number of threads.
     """
     _bound.beside = True
 
@@ -80,7 +80,7 @@ def _beside(threads: int) -> int:
 
 
 def cores_near(pci_address: str | None, sysfs: Path = _SYSFS) -> Cores | None:
-    """The cores in the NUMA node of a PCI device such as "0000:3b:00.0"; None if it has none or none are usable.
+    """Return the cores in the NUMA node of a PCI device such as "0000:3b:00.0"; None if it has no usable cores.
 
     Each rank of the host gets an equal share of the node's cores, hardware threads of one core counted once.
     """
@@ -97,14 +97,14 @@ def cores_near(pci_address: str | None, sysfs: Path = _SYSFS) -> Cores | None:
     if not cpus:
         logger.info("no core near the device %s may be used, so its updates run on any core", pci_address)
         return None
-    # Ranks beside this one have GPUs of their own, so no more of them are here than GPUs; slices of one GPU aside.
+    # Each rank has a GPU of its own, so no more ranks are here than GPUs, unless GPUs are divided into slices.
     ranks = local_ranks()
     beside = ranks if ranks > len(nodes) else max(1, min(ranks, nodes.count(node)))
     return Cores(cpus, max(1, physical_cores(cpus, sysfs) // beside))
 
 
 def bind(near: Cores | None) -> None:
-    """Run this thread, and threads that it starts, on these cores from now on. None: where it runs now."""
+    """Run this thread, and threads that it starts, on these cores from now on. None changes nothing."""
     if near is not None:
         os.sched_setaffinity(0, near.cpus)
         _bound.threads = near.threads
@@ -112,7 +112,7 @@ def bind(near: Cores | None) -> None:
 
 @contextmanager
 def bound_to(near: Cores | None) -> Iterator[None]:
-    """Run this thread on these cores meanwhile; threads that it starts stay there. None: where it runs now."""
+    """Run this thread on these cores within the context; threads that it starts stay there. None changes nothing."""
     if near is None:
         yield
         return
@@ -126,7 +126,7 @@ def bound_to(near: Cores | None) -> Iterator[None]:
 
 
 def physical_cores(cpus: frozenset[int], sysfs: Path = _SYSFS) -> int:
-    """How many cores these logical CPUs are: hardware threads of one core count once."""
+    """Return the number of cores of these logical CPUs; hardware threads of one core count once."""
     try:
         return len({_text(sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus})
     except OSError:
@@ -135,9 +135,9 @@ def physical_cores(cpus: frozenset[int], sysfs: Path = _SYSFS) -> int:
 
 @functools.cache
 def _share_of_process() -> int:
-    """The cores for this rank, if its threads are not bound."""
+    """Return the number of cores for this rank, if its threads are not bound."""
     cpus, ranks = usable_cores(), local_ranks()
-    # A mask that small was set by the launcher for this rank alone.
+    # The launcher has set so small a mask for this rank alone.
     own = len(cpus) <= (os.cpu_count() or 1) // ranks
     return max(1, physical_cores(cpus) // (1 if own else ranks))
 
@@ -156,7 +156,7 @@ def _is_gpu(device: Path, vendor: str) -> bool:
 
 
 def _parse_list(text: str) -> frozenset[int]:
-    """The numbers that a list such as "0-3,8" of the Linux kernel names."""
+    """Return the numbers in a list of the Linux kernel, such as "0-3,8"."""
     cpus: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -1,1 +1,1 @@
-"""Which parameters there are, and what users do to them."""
+"""The optimizer's parameters, and the changes that user code makes to them."""

@@ -34,7 +34,7 @@ class Ready(NamedTuple):
 
 
 def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> dict[Subgroup, SubgroupUpdate]:
-    """The update of each subgroup that has a gradient. scales: the factor of each gradient."""
+    """Return the update of each subgroup that has a gradient. scales: the factor of each gradient."""
     gradients: list[Input | None] = [None] * registry.numbered
     settings: list[Any] = []
     offloaded, away = registry.offloaded, registry.offloaded.records
@@ -42,7 +42,7 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
     known: dict[tuple[int, float, float], int] = {}
     setting = 0
     for number, ((record, group), scale) in enumerate(zip(active.members, scales, strict=False)):
-        # Most often all have the same.
+        # Most often all parameters have the same settings.
         if group is not before[0] or record.count != before[1] or scale != before[2]:
             before = group, record.count, scale
             setting = known.setdefault((id(group), record.count, scale), len(known))

@@ -1,4 +1,4 @@
-"""Checks of what can be optimised: parameters, their gradients, and state that users bring."""
+"""Checks that parameters can be optimised, and that their gradients and the state that users load can be used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_parameter(
 ) -> None:
     """Raise unless the parameter can be optimised and its gradient and state can be used.
 
-    record: if it has one it must be what it was then.
+    record: the parameter's, whose device, dtype and shape it must still have; None before its first update.
     """
     gradient = parameter.grad
     if gradient is not None and gradient.layout != torch.strided:
@@ -77,7 +77,7 @@ def check_parameter(
 def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rule) -> None:
     """Raise TypeError or ValueError, naming the parameter, if it cannot be optimised.
 
-    The name takes a search through the group.
+    A search through the group finds the name.
     """
     mine = local(parameter)
     if is_wrapper(mine):
@@ -131,7 +131,7 @@ def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:
 
 
 def name_of(parameter: Tensor, group: Group) -> str:
-    """How messages call a parameter: its name if the group has names, else its position and shape."""
+    """Return how messages call a parameter: its name if the group has names, else its position and shape."""
     position = next(i for i, p in enumerate(group["params"]) if p is parameter)
     names = group.get("param_names")
     return f"parameter {names[position]!r}" if names else f"parameter {position} of shape {tuple(parameter.shape)}"
@@ -143,9 +143,9 @@ def _described(device: torch.device, dtype: torch.dtype, shape: torch.Size, layo
 
 
 def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """Positions of two tensors that have memory in common, or of one twice whose own elements do; None: there are none.
+    """Return the positions of two tensors that share memory, or twice that of one whose own elements do, or None.
 
-    For dense tensors in O(n log n); tensors with gaps are compared with all that lie in between.
+    Takes O(n log n) for dense tensors; a tensor with gaps is compared with every tensor in its range of addresses.
     """
     extents = sorted((*_extent(tensor), i) for i, tensor in enumerate(tensors) if tensor.numel())
     before: list[tuple[str, int, int, int]] = []
@@ -162,14 +162,14 @@ def find_overlap(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
 
 
 def _extent(tensor: Tensor) -> tuple[str, int, int]:
-    """The device, the first address and the one after the last."""
+    """Return the device, the first address and the address after the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return str(tensor.device), start, start + (last + 1) * tensor.element_size()
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """A tensor's addresses, on any device, as numpy understands them; nothing is read there."""
+    """Return an array at the tensor's addresses, on any device; numpy compares addresses and reads nothing."""
     size = tensor.element_size()
     interface = {
         "version": 3,
@@ -182,7 +182,7 @@ def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of the tensor are one in memory."""
+    """Return whether two elements of the tensor have one address."""
     if is_dense(tensor):
         return False
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):

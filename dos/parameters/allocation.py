@@ -1,4 +1,4 @@
-"""Makes room for state: which parameters share an arena, what it takes of the host, how large its subgroups are."""
+"""Allocation of state: which parameters share an arena, how much host memory it takes, how large its subgroups are."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from perfmodel.plan import Tier
 from perfmodel.subgroups import automatic_subgroup_size
 
 MOST_SUBGROUPS = 1_000
-"""Chosen so small that there are more, subgroups take longer to issue than to update."""
+"""The number of subgroups above which issuing them takes longer than updating them."""
 HOST_SIZE, SHARDED_SIZE = 100_000_000, 1 << 24
-"""Parameters of a subgroup on the host unless the user chooses, and at most where they are DTensors: a layer waits for
-its own, and an update of so many takes some milliseconds, beside which starting it is nothing."""
+"""Parameters of a subgroup on the host unless the user chooses; the second is the limit for DTensors, because a layer
+waits for the subgroups of its own parameters. An update of 2^24 parameters takes some milliseconds; the start of an
+update is short beside that."""
 
 LEAST_SHARES = 32
-"""Subgroups that host memory takes at least, so that what passes through it on its way from disk leaves room."""
+"""The least number of subgroups that fit in host memory, so that windows for state on disk take a small part of it."""
 
 
 LEAST_ON_DISK = mmap.PAGESIZE // 2
@@ -40,20 +41,20 @@ LEAST_ON_DISK = mmap.PAGESIZE // 2
 
 
 def pages(state: Format) -> int:
-    """Parameters of which each field of the state is whole pages, and gradients of 16 bits are, too."""
+    """Return the least number of parameters whose gradients of 16 bits and each field of state are whole pages."""
     each = [field.block * mmap.PAGESIZE // BYTES[field.type] for field in state.fields]
     return math.lcm(LEAST_ON_DISK, *each)
 
 
 class Allocation:
-    """Allocates as the user's options say."""
+    """Allocates arenas and subgroups as the user's options say."""
 
     def __init__(self, options: Options, devices: DeviceFinder) -> None:
         self._options = options
         self._devices = devices
 
     def alike(self, parameters: Iterable[tuple[Tensor, Group]]) -> list[tuple[list[Tensor], Group]]:
-        """The parameters by group, dtype and memory: each list can share an arena."""
+        """Return the parameters by group, dtype, memory and format: each list can share an arena."""
         groups: dict[int, int] = {}
         members = [(groups.setdefault(id(group), len(groups)), p, group) for p, group in parameters]
 
@@ -66,14 +67,14 @@ class Allocation:
         return [([p for _, p, _ in run], run[0][2]) for run in runs]
 
     def _format(self, parameter: Tensor, group: Group) -> Format:
-        """Of the parameter's state."""
+        """Return the format of the parameter's state."""
         rule = self._options.rule
-        # The home of weights that stream is what an update on the host writes to: they need no master of their type.
+        # An update on the host writes to the home of weights that stream: they need no master of their type.
         accelerated = self._devices.holds(parameter) and id(parameter) not in self._devices.streamed
         return rule.format(parameter, accelerated=accelerated, extra=rule.extra(group))
 
     def host_bytes(self, parameter: Tensor, group: Group) -> int:
-        """Host memory for the state of a parameter, at most."""
+        """Return the most host memory that the state of a parameter takes, in bytes."""
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
         state = self._format(parameter, group)
         most = HostBytes.of(numel, state, accelerated=accelerated)
@@ -86,16 +87,16 @@ class Allocation:
         return gradients + (most.state if self._devices.shares_host_memory else 0)
 
     def takes_host_memory_at_once(self, parameter: Tensor) -> bool:
-        """Whether state of a parameter takes memory of the host as soon as it has room, wherever it is."""
+        """Return whether state of a parameter takes memory of the host as soon as it is allocated."""
         return not self._devices.holds(parameter) or (self._lasting and self._devices.shares_host_memory)
 
     @property
     def _lasting(self) -> bool:
-        """Whether state on the accelerator stays there for good."""
+        """Whether state on the accelerator never moves to the host."""
         return self._options.never_leaves(self._devices.found)
 
     def size_on_device(self, numel: int) -> int:
-        """Parameters of new subgroups there, where so many have state then."""
+        """Return the size of new subgroups on an accelerator that holds state of `numel` parameters."""
         chosen = self._options.subgroup_size
         if chosen is not None:
             if self._options.disk:
@@ -109,7 +110,7 @@ class Allocation:
             return chosen
         device_bytes = 0
         if self._devices.found is not None:
-            with contextlib.suppress(Exception):  # whatever it is, the size is not known then
+            with contextlib.suppress(Exception):  # a device that cannot say: the size of its memory is not known
                 device_bytes = max(0, self._devices.found.memory().total)
         size, host = automatic_subgroup_size(numel, device_bytes), self._options.host_memory
         if self._options.disk and host is not None:
@@ -119,9 +120,9 @@ class Allocation:
     def make_arena(
         self, parameters: list[Tensor], group: Group, first: int, size: int
     ) -> tuple[list[ParameterRecord], list[Subgroup]]:
-        """A new arena for parameters of one group, dtype and memory: records, numbered from `first`, and subgroups.
+        """Return records, numbered from `first`, and subgroups of a new arena.
 
-        size: of subgroups on the accelerator.
+        parameters: of one group, dtype and memory. size: parameters of a subgroup on the accelerator.
         """
         accelerated, state = self._devices.holds(parameters[0]), self._format(parameters[0], group)
         if not accelerated:
@@ -137,7 +138,7 @@ class Allocation:
                 self._options.rule,
                 state,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
-                part=1 if self._options.rule.whole else rounded(size),  # of whole parameters they differ in size
+                part=1 if self._options.rule.whole else rounded(size),  # subgroups of whole parameters differ in size
                 weights=id(parameters[0]) in self._devices.streamed,
             )
         records = make_records(parameters, arena, first)
@@ -148,7 +149,7 @@ class Allocation:
 
 @contextlib.contextmanager
 def explain_oom(device: Device | None) -> Iterator[None]:
-    """Surrounds allocations of state that never leaves this device."""
+    """Surround allocations of state that never leaves this device, and explain their OutOfMemoryError."""
     try:
         yield
     except torch.OutOfMemoryError as error:

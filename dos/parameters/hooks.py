@@ -1,4 +1,4 @@
-"""Hooks on modules: what must be finished before one runs, is saved or is copied."""
+"""Hooks on modules: a module waits for its updates before it runs, is saved or is copied."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dos.torch_internals.module_parameters import own_parameters, parameters_of
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
-    """Raise TypeError unless it is a model, ValueError unless it has any of the optimizer's parameters."""
+    """Raise TypeError unless `model` is a module, ValueError unless it has one of the optimizer's parameters."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"attach() expects the model, an nn.Module, found {type(model).__name__}; call optimizer.attach(model)"
@@ -34,7 +34,7 @@ def check_model(model: object, parameters: Iterable[Tensor]) -> None:
 
 
 def refuse_forward(waits: Callable[[Tensor], bool]) -> RemovableHandle:
-    """Have the forward of any module raise RuntimeError that has a parameter of which `waits` says so."""
+    """Make forward raise RuntimeError in each module that has a parameter for which `waits` returns True."""
 
     def check(module: nn.Module, _: Any) -> None:
         if any(p is not None and waits(p) for p in own_parameters(module).values()):
@@ -43,33 +43,33 @@ def refuse_forward(waits: Callable[[Tensor], bool]) -> RemovableHandle:
                 "optimizer.attach(model, weights=...) before the first forward, or move the model there"
             )
 
-    # Of all modules, for the optimizer does not know the model yet.
+    # A hook on all modules, because the optimizer does not know the model yet.
     return register_module_forward_pre_hook(check)
 
 
 def lasting(model: nn.Module) -> list[Tensor]:
-    """The tensors of a model that outlive its forward."""
+    """Return the tensors of a model that outlive its forward."""
     return [*parameters_of(model), *model.buffers()]
 
 
 class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
-    Only parameters of modules that were seen to run may still be in flight when `step()` returns; those of others,
-    whose weights are used by another module or by a method that is no forward, are not `covered`, nor those of modules
-    that ran while a CUDA graph was captured, for its replays run no hooks. Evaluation, saving, loading, copying and
-    pickling wait for everything, a compiled module for everything below it. Under FSDP2 an all-gather waits for its
-    shards, and modules, whose parameters are gathered when they run, for none.
+    Only parameters of modules that were seen to run may be in flight when `step()` returns. Not `covered` are
+    parameters that another module uses or a method other than forward, nor parameters of modules that ran while a CUDA
+    graph was captured, because its replays run no hooks. Evaluation, saving, loading, copying and pickling wait for all
+    updates, a compiled module for the updates of all modules below it. Under FSDP2 an all-gather waits for its shards;
+    modules wait for nothing, because their parameters are gathered before they run.
     """
 
     def __init__(self, model: nn.Module, watcher: Any, amount: Any = None) -> None:
-        """amount: of what a forward saves leaves; None: of that nothing is asked."""
+        """watcher: the session. amount: how many of the tensors that a forward saves move; None: not asked for."""
         self._amount = amount
         # The model's hooks refer to this, and the optimizer does: neither may keep the other alive.
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
         self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        """Modules that were seen to run; whether as a compiled one, with all below it."""
+        """Modules that were seen to run. The value is True for a compiled module, which runs all modules below it."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
         self._captured: set[int] = set()
@@ -78,7 +78,7 @@ class Attachment:
         self.homes: dict[int, Tensor] = {}
         """The parameters of which a block's modules have copies while it computes, by the ids of these."""
         self._ordered = 0
-        """How many of these `take_new_order` has given."""
+        """The number of parameters in `_first_use` when `take_new_order` was called last."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
         self._groups = fsdp2.sharded_groups(model)
@@ -94,14 +94,14 @@ class Attachment:
 
     @property
     def model(self) -> nn.Module | None:
-        """None if it is no more."""
+        """The attached model; None once it was collected."""
         return self._model()
 
     def surround(self, offload: Any) -> None:
-        """If anything is to leave, call `begin` and `end` of `offload` around each forward, even one that raises."""
+        """If saved tensors move, call `begin` and `end` of `offload` around each forward, even one that raises."""
         amount, model, reference = self._amount, self._model(), weakref.ref(offload)  # a model keeps no optimizer alive
         if amount is None and self.homes:
-            amount = 0.0  # none leaves, but each that is of a block's weights has to ask for them in backward
+            amount = 0.0  # none moves, but a saved tensor that is a block's weight has to ask for it in backward
         if amount is None or model is None:
             return
         offload.prepare(amount)
@@ -114,7 +114,7 @@ class Attachment:
                 alive.begin(module, amount, lasting(module))
 
         def end(module: nn.Module) -> None:
-            alive = reference()  # it lives as long as hooks of a forward refer to it
+            alive = reference()  # alive as long as hooks of a forward refer to it
             if alive is not None:
                 alive.end(module)
 
@@ -124,17 +124,17 @@ class Attachment:
         ]
 
     def take_new_order(self) -> list[int] | None:
-        """The ids of the parameters in the order in which modules first used them; None: as when it was taken last."""
+        """Return the ids of parameters in the order in which modules first used them; None if none was added since."""
         before, self._ordered = self._ordered, len(self._first_use)
         return list(self._first_use) if self._ordered > before else None
 
     def covered(self) -> set[int]:
-        """The ids of the parameters that a module waits for when it runs: those of modules that were seen to run."""
+        """Return the ids of the parameters for which a module waits when it runs."""
         ran = {id(p) for module, whole in self._ran.items() for p in self._own(module, recurse=whole)}
         return (ran | self._gathered) - self._captured
 
     def detach(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         for group in self._groups:
@@ -144,12 +144,12 @@ class Attachment:
             vars(module).pop(self._attribute, None)
 
     def _detach_if_alone(self, _: nn.Module) -> None:
-        """Before a forward, for hooks that are running cannot be taken away."""
+        """Remove all hooks before a forward if the optimizer is gone; a hook that runs cannot be removed."""
         if self._watcher() is None:
             self.detach()
 
     def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
-        """The module's parameters as the optimizer knows them; those of a block that computes are copies."""
+        """Return the module's parameters as the optimizer knows them: the homes, where a block has copies."""
         recurse = recurse or isinstance(module, nn.MultiheadAttention)  # it reads its projection's, which never runs
         return [self.homes.get(id(p), p) for p in parameters_of(module, recurse=recurse)]
 
@@ -161,7 +161,7 @@ class Attachment:
             module.register_state_dict_pre_hook(_Wait(self._finish_all)),
             module.register_load_state_dict_pre_hook(_Wait(self._finish_all)),
         ]
-        # So that copying or pickling the module comes to it before the parameters.
+        # First, because copying or pickling the module must wait before it reads the parameters.
         set_first(module, self._attribute, _Wait(on_copy=self._finish_all))
         if not compiled:
             for child in module.children():
@@ -171,7 +171,7 @@ class Attachment:
         if not module.training:
             self._finish_all(module)
             return
-        # Its parameters are gathered ones now; the all-gather has waited for the shards.
+        # Its parameters are gathered now; the all-gather has waited for the shards.
         if module in self._sharded:
             return
         own = self._own(module, recurse=False)
@@ -181,7 +181,7 @@ class Attachment:
         self.finish(own)
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
-        """FSDP2 is about to read these shards on the present stream."""
+        """Wait for the updates of these shards, which FSDP2 is about to read on the present stream."""
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
             self._first_use |= dict.fromkeys(map(id, parameters))
@@ -198,12 +198,12 @@ class Attachment:
         self.finish(self._own(module))
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
-        """They are about to be used: wait for their updates."""
+        """Wait for the updates of these parameters, which are about to be used."""
         watcher = self._watcher()
         if watcher is not None:
             parameters = list(parameters)
             if watcher.capturing():
-                # Replays run no hooks: from now on step() itself waits for these.
+                # Replays run no hooks: from now on step() itself waits for these parameters.
                 self._captured.update(map(id, parameters))
             watcher.finish_parameters(parameters)
 
@@ -214,12 +214,13 @@ class Attachment:
         if module is not None and watcher.capturing():
             self.finish(self._own(module))
         else:
+            # User code is about to read all parameters, in any order and on any stream.
             watcher.synchronize()
 
 
 @dataclass(eq=False)
 class _Wait:
-    """A hook on a module; a copy or pickle of it, as made with its module, is one that does nothing."""
+    """A hook on a module. Its copy, which copying or pickling the module makes, does nothing."""
 
     wait: Callable[..., None] | None = None
     on_copy: Callable[[], None] | None = None
@@ -231,7 +232,7 @@ class _Wait:
 
     @property
     def __name__(self) -> str:
-        # What torch.jit.script asks for first. Others, such as functools.wraps, can do without it.
+        # torch.jit.script reads the name first. Other readers, such as functools.wraps, can do without it.
         raise AttributeError(
             "torch.jit.script compiles the hooks of a model, too, which it cannot do with those of optimizer.attach(); "
             "script the model before attach(): what is scripted shares the parameters, and so is trained, too"
@@ -244,9 +245,9 @@ class _Wait:
 
 
 def module_hook(module: nn.Module, call: Callable[..., None], *, with_arguments: bool = False) -> Callable[..., None]:
-    """A hook for this module; one on a module that was compiled in place is traced with it, and must not be.
+    """Return a hook for this module, excluded from tracing where the module was compiled in place.
 
-    with_arguments: whether `call` takes those of the hook beside the module.
+    with_arguments: whether `call` takes the hook's arguments beside the module.
     """
     hook = _Wait(call, with_arguments=with_arguments)
     return torch.compiler.disable(hook) if is_compiled(module) else hook

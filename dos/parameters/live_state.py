@@ -1,4 +1,4 @@
-"""`optimizer.state`: a mapping that waits, and brings state home, only when an entry is read or changed."""
+"""`optimizer.state`: a mapping that waits, and moves state home, only when an entry is read or changed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from dos.torch_internals.callers import unflattens_state
 
 
 class LiveState(defaultdict[Tensor, Any]):
-    """Optimizer state by parameter. Asking whether there is any, for which parameters, and how many, changes nothing.
+    """Optimizer state by parameter. Its length, its keys and whether it is empty can be read without moving state.
 
-    torch.distributed.checkpoint and trainers ask that at every turn. If it brought state home, code that only looks
-    would move all residents in each iteration, and run into MemoryError where the host has no room for them.
-    The optimizer itself, which knows what is settled, calls the methods of `dict`: `dict.get(state, parameter)`.
+    torch.distributed.checkpoint and trainers read them often. If that moved state home, code that only looks would move
+    all residents in each iteration, and raise MemoryError where the host has no memory for them.
+    The optimizer itself, which knows which state is settled, calls methods of `dict`: `dict.get(state, parameter)`.
     """
 
     def __init__(
         self, entries: Mapping[Tensor, Any], before: Callable[[Collection[Tensor]], None], keys: Sequence[str]
     ) -> None:
-        """before: a method, called before entries are read or changed; its object is not kept alive.
+        """Take over the entries.
 
-        It is given the parameters of those that are read. keys: all names that entries may have beside the step.
+        before: a method, called before entries are read or changed, with the parameters of the entries that are read;
+        its object is not kept alive. keys: all names that entries may have beside the step.
         """
         super().__init__(dict, entries)
         self._keys = keys
+        # Weak: the session refers to this mapping, and a cycle would leave state to the garbage collector.
         self._before = weakref.WeakMethod(before)
 
     def _settle(self, keys: Collection[Tensor]) -> None:
@@ -40,11 +42,11 @@ class LiveState(defaultdict[Tensor, Any]):
         self._settle([key])
         entry = super().__getitem__(key)
         if unflattens_state():
-            # Torch takes these names alone from a flattened state dict, which may be of another format.
+            # Torch takes only these names from a flattened state dict, which may be of another format.
             return dict.fromkeys(self._keys) | entry
         return entry
 
-    def __iter__(self) -> Iterator[Tensor]:  # without one of its own, dict(...) would copy entries without `_settle`
+    def __iter__(self) -> Iterator[Tensor]:  # without this method dict(...) would copy entries without `_settle`
         return super().__iter__()
 
     def __or__(self, other: Any) -> Any:
@@ -56,16 +58,16 @@ class LiveState(defaultdict[Tensor, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self.items()))
 
-    def copy(self) -> Any:  # as it is after pickling, too
+    def copy(self) -> Any:  # the same as after pickling
         return defaultdict(dict, self.items())
 
     __copy__ = copy
 
 
 def _settles_first(name: str, read: Callable[..., Collection[Tensor]]) -> Callable[..., Any]:
-    """The method of this name that `defaultdict` has, after `_settle`.
+    """Return the method of `defaultdict` of this name, preceded by `_settle`.
 
-    read: of its arguments, the parameters whose entries it reads.
+    read: maps its arguments to the parameters whose entries it reads.
     """
     method = getattr(defaultdict, name)
 

@@ -1,4 +1,4 @@
-"""Loading state dicts: everything is checked before anything changes, and nothing is rounded on the way."""
+"""Loading state dicts: all of it is checked before anything changes, and no value is rounded."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dos.sharding.local import to_host, version
 
 
 def to_be_filled(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> dict[str, Any]:
-    """The state dict with room for all formats in place of the state, for torch to merge with a full one.
+    """Return the state dict with empty tensors of all formats as its state, for torch to merge with a full one.
 
-    What torch has not filled, `load_state_dict` leaves out.
+    `load_state_dict` leaves out the tensors that torch has not filled.
     """
     state = dict(state_dict["state"])
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     for number, parameter in zip(numbers, parameters, strict=True):
         if parameter.requires_grad:
-            room = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **rule.room(parameter)}
-            for tensor in room.values():
+            empty = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **rule.empty_entry(parameter)}
+            for tensor in empty.values():
                 tensor._dos_version = version(tensor)  # type: ignore[attr-defined]
-            state[number] = {**state.get(number, {}), **room}
+            state[number] = {**state.get(number, {}), **empty}
     return {**state_dict, "state": state}
 
 
 def _is_unfilled(value: object) -> bool:
-    """Whether it is from `to_be_filled`, and as it was there; or what torch has for a name that it does not find."""
+    """Return whether torch has put no value here: an unchanged tensor of `to_be_filled`, or an empty dict."""
     if isinstance(value, dict) and not value:
         return True
     given = getattr(value, "_dos_version", None)
@@ -41,7 +41,7 @@ def _is_unfilled(value: object) -> bool:
 
 
 def checked(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> tuple[dict[Any, Any], list[Group]]:
-    """The state and the groups that `Optimizer.load_state_dict` would make of a state dict, but with nothing rounded.
+    """Return the state and the groups that `Optimizer.load_state_dict` would make of a state dict, but not rounded.
 
     torch casts state to the parameter's dtype, which would round float32 moments and masters of bfloat16 parameters.
     Tensors are copied into the optimizer's own memory at the next step.
@@ -80,6 +80,6 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> tup
         problem = rule.problem(entry, parameter, group)
         if problem:
             raise ValueError(f"{name_of(parameter, group)}: {problem}")
-        # At once, for a checkpoint that was loaded to the accelerator may fill it.
+        # At once, because a checkpoint that was loaded to the accelerator may fill its memory.
         state[parameter] = {key: to_host(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
     return state, saved

@@ -1,4 +1,4 @@
-"""Follows what user code does to parameters, gradients and state between two steps."""
+"""Follows the changes that user code makes to parameters, gradients and state between two steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from dos.torch_internals.tensors import is_view
 class Look(NamedTuple):
     """The parameters that have a gradient as a step finds them, with their groups.
 
-    settled: are as the last step left them; others: about these something is new, or they are.
+    settled: parameters that are unchanged since the last step. others: parameters that are new, or of which the
+        gradient, the memory or the state is.
     gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.
     """
 
@@ -32,12 +33,11 @@ class Look(NamedTuple):
 
 
 class Reconciler:
-    """Makes records and arenas agree with what user code has left in parameters, gradients and `optimizer.state`.
+    """Makes records and arenas agree with parameters, gradients and `optimizer.state` as user code has changed them.
 
     A record that is fresh and has an entry is of a first step that has not been counted.
 
-    state: the optimizer's entries. seen: whether users have had any, which they may change from then on, whenever they
-        like.
+    state: the optimizer's entries. seen: whether user code has read an entry, and so may change entries at any time.
     """
 
     state: LiveState
@@ -48,7 +48,7 @@ class Reconciler:
         self._rule = rule
 
     def look(self, groups: Sequence[Group]) -> Look:
-        """Look at all parameters with a gradient: those of `others` can be used, but are to be enrolled and settled.
+        """Sort all parameters with a gradient: `others` can be used, but must be enrolled and settled first.
 
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
@@ -84,7 +84,7 @@ class Reconciler:
         return Look(settled, others, self._replaced(groups) if known < len(records) else [])
 
     def _entry(self, parameter: Tensor) -> dict[str, Any]:
-        """The parameter's state as users have left it, if it has any."""
+        """Return the parameter's entry in `optimizer.state`, empty if it has none."""
         return dict.get(self.state, parameter) or {}
 
     def _replaced(self, groups: Sequence[Group]) -> list[ParameterRecord]:
@@ -93,25 +93,26 @@ class Reconciler:
         return [record for record in records.values() if record.arena not in used]
 
     def need_home(self, found: Iterable[tuple[ParameterRecord, Group]]) -> bool:
-        """Whether `settle` takes state of these from the host, or writes it there: it must be there then.
+        """Return whether `settle` reads or writes state of these at home, so that it must be moved there before.
 
-        State that came home later would overwrite it.
+        State that is flushed after `settle` would overwrite the values that `settle` has written.
         """
         each = ((record, self._entry(record.parameter)) for record, _ in found)
-        # A newcomer's is nowhere.
+        # State of a newcomer is nowhere yet.
         return any((entry or not record.fresh) and not record.is_adopted(entry) for record, entry in each)
 
     def settle(self, found: Sequence[tuple[ParameterRecord, Group]], groups: Sequence[Group]) -> None:
-        """Make these fit for the step: their state is what `state` says, and everything lies as it is used.
+        """Write the values of `state` into the arenas of these records, and look up where their memory lies.
 
-        What of it is on the device has come home if they `need_home`.
+        If they `need_home`, their state must be at home.
         """
         for record, _ in found:
             record.write_step()
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
         for record, _ in found:
-            # A state that is another parameter's live view, as when two are exchanged, must not change under our hands.
+            # An entry may be a live view of another parameter's state, as when user code exchanges two entries: writing
+            # the other one would change it.
             copy_views(self._entry(record.parameter), record.views)
         for record, _ in found:
             gradient = record.gradient
@@ -120,20 +121,20 @@ class Reconciler:
             self._adopt(record, dict.setdefault(self.state, record.parameter, {}))
             flat = record.flat
             record.locate()
-            # Batches have the addresses of the parameter's memory before, which may be freed.
+            # Batches have addresses of the parameter's former memory, which may be freed.
             if record.flat is not flat:
                 self._registry.forget_batches(record)
             record.remember_gradient(gradient)
 
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
-        """Make `entry`, empty, or filled by user code or a checkpoint, the live view of this record's state."""
+        """Make `entry`, which is empty or was filled by user code or a checkpoint, the live view of the state."""
         step = step_of(entry)
         record.renew_views()
         if record.is_adopted(entry):
             entry["step"] = step
             record.adopt_step(step)
             return
-        # State that was never written is zero wherever it will be, and takes no memory here until then.
+        # State that was never written is zero wherever it will be placed, and takes no memory at home until then.
         if any(key in entry for key in self._rule.keys):
             record.fresh = False
         if not record.fresh:
@@ -144,10 +145,10 @@ class Reconciler:
                 entry.pop(key, None)
         entry.update({"step": step.clone(), **record.views})
         record.adopt_step(entry["step"])
-        record.version = -1  # whatever the master was, it must agree with the parameter
+        record.version = -1  # the next update makes the master agree with the parameter
 
     def count(self, active: Active) -> None:
-        """Count the step; in what `optimizer.state` has, too, if users have that."""
+        """Count the step in the records, and in `optimizer.state` if user code has read entries there."""
         for record, _ in active.members[active.settled :]:
             record.fresh = False
         for record, _ in active.members:
@@ -158,9 +159,9 @@ class Reconciler:
                 record.saw_step()
 
     def without_room(self, groups: Sequence[Group]) -> list[ParameterRecord]:
-        """Records of arenas without room for the state that these groups ask for, which are loaded.
+        """Return records whose arenas lack fields of state that these loaded groups ask for.
 
-        Raises RuntimeError if they have gradients on the host, which would be lost with them.
+        Raises RuntimeError if they have gradients on the host, which would be lost with the arenas.
         """
         short: dict[Arena, Mapping[str, str]] = {}
         for group in groups:
@@ -179,14 +180,14 @@ class Reconciler:
         return found
 
     def withdraw(self) -> None:
-        """Take back entries of parameters whose first step does not come to be, so that they have no state."""
+        """Remove the entries of parameters whose first step failed, so that they have no state."""
         for parameter, entry in list(dict.items(self.state)):
             record = self._registry.record(parameter)
             if not entry or (record is not None and record.fresh and record.is_adopted(entry)):
                 dict.pop(self.state, parameter)
 
     def keep_state(self, active: Active) -> None:
-        """Let the state of parameters that have had no step be there, for torch to fill."""
+        """Make entries and homes, all zero, for the state of parameters before their first step, for torch to fill."""
         fresh = [record for record, _ in active.members if record.fresh]
         self._make_homes(fresh)
         for record in fresh:
@@ -194,13 +195,13 @@ class Reconciler:
         self.seen = True
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
-        """Have room at home for the state of these."""
+        """Reserve the homes of the state of these records."""
         places, every = self._registry.places, self._registry.accelerated
         self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)
 
 
 def copy_views(entry: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Replace tensors that are views of others, but for these, by copies."""
+    """Replace the tensors of an entry that are views, except the views in `own`, by copies."""
     for key, value in entry.items():
         if isinstance(value, Tensor) and value is not own.get(key) and is_view(local(value)):
             entry[key] = laid_out_as(local(value).clone(), value)

@@ -1,4 +1,4 @@
-"""Which parameters have state, and where: enrols them at their first gradient, and forgets those that are gone."""
+"""The parameters that have state: enrols them at their first gradient, and forgets the ones that user code replaced."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from perfmodel import SubgroupLoad
 class Registry:
     """The optimizer's records, arenas and subgroups.
 
-    Holds nothing that leads back to the optimizer, so that state is freed as soon as that goes.
+    No reference leads back to the optimizer, so that state is released as soon as the optimizer is.
 
-    records: by the id of the parameter, which the record keeps alive. numbered: how many there were, those that are
-        gone included.
-    accelerated: those subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
-    on_host: those whose parameters are on the host.
+    records: by the id of the parameter, which the record keeps alive. numbered: the number of records ever made,
+        forgotten ones included.
+    accelerated: the subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
+    on_host: the subgroups whose parameters are on the host.
     places: each record's pieces, with the subgroups in which they lie.
-    host_store: what holds state on the host; homes: that, and the disk.
+    host_store: state on the host; homes: state on the host and on disk.
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host.
     meshes: the ranks over which parameters are divided. watching: the hooks on their gradients.
@@ -72,43 +72,43 @@ class Registry:
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store, enabled=options.offload_gradients)
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
-        """Host bytes by parameter: of all on the accelerator, and of those on the host that have none yet."""
+        """Host bytes that state will take, by parameter; under False, of parameters on the host that have none yet."""
         self._loads: tuple[SubgroupLoad, ...] | None = None
         self.expected = 0
-        """Parameters on the accelerator that are enrolled one after another; sizes of subgroups follow from all."""
+        """The number of parameters on the accelerator that blocks will enrol; sizes of subgroups follow from it."""
 
     def record(self, parameter: Tensor) -> ParameterRecord | None:
-        """The parameter's record, if it has a place in an arena."""
+        """Return the parameter's record; None if it has no place in an arena."""
         return self.records.get(id(parameter))
 
     def leaf(self, parameter: Tensor) -> Tensor:
-        """Where backward writes the parameter's gradient."""
+        """Return the tensor to whose `grad` backward writes the parameter's gradient."""
         record = self.records.get(id(parameter))
         return parameter if record is None else record.leaf
 
     def subgroups_of(self, parameters: Iterable[Tensor]) -> dict[Subgroup, None]:
-        """The subgroups in which parameters lie; some may have no place yet."""
+        """Return the subgroups in which parameters lie; parameters without a record are left out."""
         found = (self.records.get(id(p)) for p in parameters)
         return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
 
     @property
     def bytes_to_come(self) -> int:
-        """Of the host's memory that state may take yet."""
+        """Bytes of host memory that state may take in addition to those that it takes now."""
         return max(0, sum(sum(each.values()) for each in self._promised.values()) - self.host_store.nbytes)
 
     def loads(self) -> tuple[SubgroupLoad, ...]:
-        """The accelerated subgroups as the performance model sees them."""
+        """Return the accelerated subgroups as the performance model sees them."""
         if self._loads is None:
             loads = (subgroup.load() for subgroup in self.accelerated)
-            if self.offloaded.enabled:  # gradients have room of their own there
+            if self.offloaded.enabled:  # gradients have host memory of their own
                 loads = (dataclasses.replace(s, host_bytes=s.host_bytes - s.gradient_bytes) for s in loads)
             self._loads = tuple(loads)
         return self._loads
 
     def gradient_bytes(self, *, weights: bool) -> int:
-        """Device memory through which any one subgroup's offloaded gradients come up again for its update there.
+        """Return the device memory through which the offloaded gradients of any one subgroup return, in bytes.
 
-        weights: whether its weights may have to come up, too.
+        weights: whether its weights may have to be fetched, too.
         """
         if not self.offloaded.enabled:
             return 0
@@ -117,9 +117,9 @@ class Registry:
     def admit(self, group: Group) -> None:
         """Take parameters in. Raises TypeError or ValueError for one that cannot be optimised.
 
-        Frozen and uninitialised ones are looked at when they have a gradient.
-        Raises MemoryError, or OSError for the disk, if there is no room for the state of all, in this process and its
-        neighbours, wherever it is at first.
+        Frozen and uninitialised parameters are checked when they have a gradient.
+        Raises MemoryError, or OSError for the disk, if the state of all parameters, of this process and the ranks
+        beside it, does not fit.
         """
         ready = [p for p in group["params"] if p.requires_grad and not is_lazy(p)]
         for parameter in ready:
@@ -139,24 +139,25 @@ class Registry:
             beyond = needed - in_place - (host_share() if limit is None else limit)
             check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
         else:
-            check_host_memory(needed, processes=local_ranks())  # none has taken its part yet
+            check_host_memory(needed, processes=local_ranks())  # no rank has taken its part yet
         self._promised = promised
         self.meshes.meet(group["params"])
         for parameter, on_device in there.items():
-            # From the first gradient on, for the first peak of memory is one, too; it may be moved until then.
-            # Not where FSDP2 keeps its shards on the host: it copies gradients there only while they have no hook.
+            # From the first gradient on, because the first peak of memory counts, too; user code may move the parameter
+            # until then.
+            # No hook where FSDP2 keeps its shards on the host: it copies only gradients without a hook there.
             self.watching.watch(parameter, on_device or not is_sharded(parameter))
         self._agreed = False
 
     def agree(self, groups: Sequence[Group]) -> None:
-        """Look at the parameters as they are when they are first used, which frameworks may have exchanged.
+        """Look at the parameters when they are first used, because frameworks may have replaced them.
 
-        Ranks that are not alike hear of it, before one of them waits for another that never comes.
+        Raises if the ranks differ, before one of them waits for a collective that another never joins.
         """
         if self._agreed:
             return
         parameters = [p for group in groups for p in group["params"]]
-        self._let_go_of_others(parameters)  # Accelerate exchanges them when it shards the model
+        self._forget_all_but(parameters)  # Accelerate replaces parameters when it shards the model
         self._refuse_replaced(groups)
         self.meshes.meet(parameters)
         if self.meshes:
@@ -168,8 +169,8 @@ class Registry:
             self.meshes.agree(self._options.agreed())
         self._agreed = True
 
-    def _let_go_of_others(self, parameters: Iterable[Tensor]) -> None:
-        """Neither watch parameters that are none of these and have no record, nor leave memory for them."""
+    def _forget_all_but(self, parameters: Iterable[Tensor]) -> None:
+        """Watch no other parameters than these and those with a record, and expect no state of others."""
         kept = {*map(id, parameters), *self.records}
         self.watching.keep(kept)
         for each in self._promised.values():
@@ -177,7 +178,7 @@ class Registry:
                 del each[gone]
 
     def _refuse_replaced(self, groups: Iterable[Group]) -> None:
-        """Raise RuntimeError if parameters were replaced by DTensors, which get the gradients instead."""
+        """Raise RuntimeError if DTensors have replaced parameters, and get the gradients instead."""
         members = [(p, group) for group in groups for p in group["params"]]
         found = find_replaced(p for p, _ in members)
         if found:
@@ -189,9 +190,9 @@ class Registry:
             )
 
     def place_gradients(self, groups: Iterable[Group]) -> None:
-        """Give gradients of DTensors their parameters' placements where they have others. Every rank in one order.
+        """Redistribute gradients of DTensors with other placements than their parameter's, in one order on all ranks.
 
-        Such is the gradient of a LayerNorm under sequence parallelism: each rank's is a part of the sum.
+        Under sequence parallelism the gradient of a LayerNorm has: each rank's tensor is a part of the sum.
         """
         if not self.meshes:
             return
@@ -200,7 +201,7 @@ class Registry:
                 parameter.grad = moved_to_layout(parameter.grad, parameter)
 
     def forget(self, gone: Sequence[ParameterRecord], parameters: Iterable[Tensor]) -> None:
-        """Free the arenas of these records, which are all of theirs. parameters: of all groups."""
+        """Release the arenas of these records, all records of each. parameters: of all groups."""
         arenas = {record.arena for record in gone}
         # First: the CPU lane may still be adding to memory that goes with the arenas.
         self.offloaded.forget(gone)
@@ -209,16 +210,16 @@ class Registry:
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
         self.on_host = [s for s in self.on_host if s.arena not in arenas]
         self.reindex()
-        self._let_go_of_others(parameters)
+        self._forget_all_but(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """This rank's parts of DTensors, which may have been written to without being counted; see `look_at_bits`."""
+        """Return this rank's parts of DTensors, of which no version counts writes; see `look_at_bits`."""
         return [(record, record.local) for record in self.records.values()] if self.meshes else []
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
-        """Make room for the state of parameters, each with its group, that have none yet, and watch their gradients.
+        """Allocate the state of parameters, each with its group, that have none yet, and watch their gradients.
 
-        Raises MemoryError, before anything is allocated, if the host has not enough memory.
+        Raises MemoryError, before anything is allocated, if the host has too little memory.
         """
         newcomers = [(p, group) for p, group in parameters if id(p) not in self.records]
         if not newcomers:
@@ -226,7 +227,7 @@ class Registry:
         runs = self._allocation.alike(newcomers)
         nbytes = {id(p): self._allocation.host_bytes(p, group) for p, group in newcomers}
         here = [nbytes[id(p)] for p, _ in newcomers if self._allocation.takes_host_memory_at_once(p)]
-        if here:  # all other state takes memory when it first comes to the host
+        if here:  # all other state takes memory when it is first moved to the host
             check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)
         there += sum(local(p).numel() for p, _ in newcomers if self.devices.holds(p))
@@ -238,7 +239,7 @@ class Registry:
             records += made
             subgroups += cut
         with self._guard.change():
-            # What has a record and no subgroup would be updated by no step.
+            # A parameter that has a record and no subgroup would be updated by no step.
             self.places.update({record: [] for record in records})
             for subgroup in subgroups:
                 for piece in subgroup.pieces:
@@ -255,9 +256,9 @@ class Registry:
             self.watching.watch(record.parameter, record.arena.accelerated)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
-        """Put the subgroups in the order in which their parameters, by id, are first used.
+        """Sort the subgroups by the first use of their parameters, given by id.
 
-        Others come before them: `step()` itself waits for parameters of which no module was seen to wait.
+        Subgroups without any come first: `step()` itself waits for parameters for which no module was seen to wait.
         """
         rank = {parameter: i for i, parameter in enumerate(first_use)}
         for subgroups in (self.accelerated, self.on_host):
@@ -270,18 +271,18 @@ class Registry:
             if record.stand_in:
                 record.write_back()
         tell_autograd(records)
-        # After the versions have risen: the next step would take that for a write of user code's.
+        # After the versions have risen: else the next step would take the rise for a write by user code.
         for record in records:
             if not record.replaced:  # else the next step takes the values that user code has put there
                 record.saw()
 
     def forget_batches(self, record: ParameterRecord) -> None:
-        """The parameter's memory is another than that for which batches were made."""
+        """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""
         for subgroup, _ in self.places[record]:
             subgroup.batches.clear()
 
     def reindex(self) -> None:
-        """Subgroups are others: what is known of all of them is made anew."""
+        """Compute everything anew that follows from the list of subgroups."""
         self.index = {subgroup: i for i, subgroup in enumerate(self.accelerated)}
         self.lasting_bytes = sum(arena.device_bytes for arena in {s.arena for s in self.accelerated})
         if self.offloaded.enabled and self.homes.disk is not None:
@@ -290,8 +291,8 @@ class Registry:
 
 
 def tell_autograd(records: Collection[ParameterRecord]) -> None:
-    """Have backward refuse graphs in which the parameters have other values than from now on."""
-    # Through whichever name autograd knows them.
+    """Raise the version counters of the parameters, so that backward refuses graphs from before the update."""
+    # Autograd may know them as their local part or as another leaf.
     parts = [record.local for record in records if record.sharded]
     parts += [record.leaf for record in records if record.leaf is not record.parameter]
     torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])

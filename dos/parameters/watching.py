@@ -1,4 +1,4 @@
-"""Hooks on parameters: which gradients an optimizer watches become final in backward."""
+"""Hooks on parameters, by which an optimizer learns that backward has written a gradient."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from dos.torch_internals.tensors import hook_again, tensor_address
 
 
 class _Hook(NamedTuple):
-    """Of one parameter. address: of torch's own tensor, which has the hook."""
+    """A hook on one parameter. address: of torch's own tensor, which has the hook."""
 
     handle: RemovableHandle
     address: int
 
 
 _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
-"""The last to watch each parameter, by its id."""
+"""The instance that began last to watch each parameter, by the parameter's id."""
 
 
 class Watching:
-    """The hooks on the gradients of one optimizer's parameters, until there is no `watcher` any more."""
+    """The hooks on the gradients of one optimizer's parameters, until the `watcher` is collected."""
 
     def __init__(self, watcher: Any, *, takes: bool) -> None:
-        """watcher: whose `gradient_ready` is called with the parameter. takes: whether it takes the gradients away."""
+        """watcher: its `gradient_ready` is called with the parameter. takes: whether that sets `grad` to None."""
         self._watcher = weakref.ref(watcher)  # parameters must not keep their optimizer alive
         self._takes = takes
         self._watched: dict[Tensor, _Hook] = {}
         self._leaves: dict[Tensor, Tensor] = {}
-        """Where backward writes gradients, if that is another tensor than the parameter."""
+        """The tensor to whose `grad` backward writes, by parameter, where it is another than the parameter."""
         self._sharing: weakref.WeakSet[Watching] = weakref.WeakSet()
-        """The other instances that watch, or have watched, any of these."""
+        """The other instances that watch, or have watched, any of these parameters."""
         # Parameters outlive their optimizer, and each backward would call its hooks in vain.
         weakref.finalize(watcher, self.keep)
 
     def __len__(self) -> int:
-        """How many parameters are watched."""
+        """Return the number of parameters that are watched."""
         return len(self._watched)
 
     def others(self) -> list[Any]:
-        """The watchers that have any of these parameters, too."""
+        """Return the other watchers that have any of these parameters, too."""
         found = (other._watcher() for other in list(self._sharing))
         return [watcher for watcher in found if watcher is not None]
 
     def watch(self, parameter: Tensor, wanted: bool) -> None:
-        """Call the watcher each time backward has written to the gradient, if that is wanted.
+        """Call the watcher each time backward has written to the gradient, if `wanted`; else stop that.
 
-        An earlier optimizer that takes the gradient away no longer does: most likely it was replaced, and the garbage
-        collector has not come to it yet.
+        An earlier optimizer that takes the gradient away no longer does: most likely user code has replaced it, and the
+        garbage collector has not collected it yet.
         """
         if not wanted and parameter in self._watched:
             self._watched.pop(parameter).handle.remove()
@@ -63,12 +63,12 @@ class Watching:
         for other in {earlier, *earlier._sharing} - {self} if earlier is not None else ():
             other._sharing.add(self)
             self._sharing.add(other)
-        # Another parameter may get this id later: who asks looks whether the watcher has that one.
+        # Another parameter may get this id later: readers check that the watcher has the parameter.
         _last[id(parameter)] = self
         if not parameter.requires_grad:
             return
         reference, leaf = self._watcher, self._leaf(parameter)
-        home = None if leaf is parameter else parameter  # a parameter whose hook has it would never be freed
+        home = None if leaf is parameter else parameter  # a hook that refers to its own parameter is a cycle
 
         def report(written: Tensor) -> None:
             alive = reference()
@@ -78,7 +78,7 @@ class Watching:
         self._watched[parameter] = _Hook(leaf.register_post_accumulate_grad_hook(report), tensor_address(leaf))
 
     def watch_at(self, parameter: Tensor, leaf: Tensor) -> None:
-        """Watch the parameter from now on where backward writes its gradient."""
+        """Hook the gradient of `leaf` instead, to which backward writes the parameter's gradient from now on."""
         self.watch(parameter, wanted=False)
         self._leaves[parameter] = leaf
         self.watch(parameter, wanted=True)
@@ -87,9 +87,9 @@ class Watching:
         return self._leaves.get(parameter, parameter)
 
     def renew(self) -> None:
-        """Hook again where torch has swapped tensors, and where another optimizer took gradients away that is gone.
+        """Hook again where torch has swapped tensors, and where an optimizer that took gradients away was collected.
 
-        Raises RuntimeError if another one does that is still there.
+        Raises RuntimeError if an optimizer that takes them away is still alive.
         """
         # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
         for parameter in [p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p))]:

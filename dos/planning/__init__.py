@@ -1,1 +1,1 @@
-"""Where subgroups are updated, and what is said of it."""
+"""Plans for the update of subgroups, and reports of them."""

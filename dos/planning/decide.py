@@ -1,4 +1,4 @@
-"""The one author of plans: facts in, plan out."""
+"""The only author of plans: facts in, plan out."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Facts:
     """Everything from which a plan follows.
 
     workload: subgroups, memory, pace, saved tensors, and the limits of the host's memory.
-    saved_bytes: saved tensors that moved to the host in this forward; infinite before its end is known. State comes to
-        the room that they make in the next backward, once that was seen: callers may still hold what moved.
-    blocks: those whose weights stay on the device, once the device has denied memory to others; None before.
-    denied: the subgroups for which the device had no memory when this step asked for it.
-    rooms: see there; None without a disk, and before a step.
-    reverse: whether what passes through windows goes in the reverse order of the last step.
-    beside_forward: whether the next forward runs beside the step, and memory for both is looked after.
+    saved_bytes: bytes of saved tensors that have moved to the host in this forward; infinite before its end. State may
+        take the memory of tensors only once they have moved, because callers may still refer to them.
+    blocks: the blocks whose weights stay on the device, once the device has denied memory to more; None before.
+    denied: the subgroups to which the device has denied memory in this step.
+    rooms: see `Rooms`; None without a disk, and before a step.
+    reverse: whether state passes through windows in the reverse order of the last step.
+    beside_forward: whether the next forward runs beside the step, so that both must fit in memory.
     """
 
     workload: Workload
@@ -41,9 +41,9 @@ class Facts:
     beside_forward: bool = False
 
     def left(self, plan: Plan, resident_bytes: int) -> float:
-        """Bytes of device memory for more state, or slots, beside the state that is resident now.
+        """Return the bytes of device memory for more state, or slots, beside the state that is resident now.
 
-        State that moves away in a step takes its memory until that ends, in which the next forward may peak.
+        State that moves away in a step keeps its memory until the step ends, while the next forward may peak.
         """
         if not self.beside_forward:
             return math.inf
@@ -53,14 +53,14 @@ class Facts:
 
 
 def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:
-    """The plan that these facts call for; no other function changes a plan.
+    """Return the plan for these facts; no other function changes a plan.
 
-    policy: of the user. meanwhile: the same for a workload with less memory, after which `policy` goes on as before.
-    Raises ValueError or TypeError for what a policy returns that is no plan.
+    policy: the user's. meanwhile: the same for a workload with less memory, without a change to the state of `policy`.
+    Raises ValueError or TypeError if a policy returns something other than a plan.
     """
     work = facts.workload
     plan = spilled(policy(work), work)
-    # User code may still hold what is to leave: state gets the room of what has left, and no more yet.
+    # User code may still refer to tensors that should move: state gets only the memory of tensors that have moved.
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
         plan = dataclasses.replace(spilled(meanwhile(less), less), activation_bytes=plan.activation_bytes)
@@ -71,18 +71,19 @@ def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:
 
 
 def _blocks(plan: Plan, work: Workload) -> frozenset[int]:
-    """The blocks whose weights stay: the plan's, or as many as there may be."""
+    """Return the blocks whose weights stay: the plan's, or as many as the workload allows."""
     count = len(plan.blocks_on_device)
     allowed = int(min(max(count, work.blocks_least), work.blocks_most, len(work.blocks)))
     return plan.blocks_on_device if count == allowed else work.staying(allowed)
 
 
 def _where_there_is_room(plan: Plan, rooms: Rooms) -> Plan:
-    """The plan with the state on disk for which the host has no room, or has none until other state has moved."""
+    """Return the plan with state on disk for which the host has no room, or none until other state has moved."""
     on_disk = plan.on_disk | {i for i in rooms.in_windows if plan.placements[i].stays is not Tier.DEVICE}
     resting = [i for i in rooms.homes if i not in on_disk and plan.stays(i) is Tier.HOST]
     made, homes = ({i: each[i] for i in resting} for each in (rooms.made, rooms.homes))
-    # What comes home passes through windows, too; and so does all if not everything has room without them.
+    # State that moves home from disk passes through windows, too. If some state does not fit without windows, windows
+    # are needed, and take memory from all.
     beside_windows = rooms.room - max(0, rooms.through - rooms.windows)
     passes = bool(on_disk or rooms.from_disk)
     found = housed(made, homes, beside_windows if passes else rooms.room)
@@ -94,7 +95,7 @@ def _where_there_is_room(plan: Plan, rooms: Rooms) -> Plan:
 def host_limits(
     homes: Homes, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool
 ) -> dict[str, Any]:
-    """The fields of a workload that say how much state may rest on the host. loads: of these subgroups.
+    """Return the fields of a workload that limit state on the host. loads: of these subgroups.
 
     Raises MemoryError if the host's share is too little even for windows.
     """
@@ -104,7 +105,7 @@ def host_limits(
         return {}
     gradients = homes.host.gradient_bytes
     count, window = homes.windows_needed(subgroups)
-    # State on disk could only come home through windows.
+    # State on disk could move home only through windows.
     fits = not homes.disk.nbytes and gradients + sum(load.host_bytes for load in loads) <= limit
     least = gradients + count * window
     if not fits and least > limit:

@@ -1,4 +1,4 @@
-"""The plans for a device, and how steps teach the rates that they are made with."""
+"""Makes the plans for a device, and corrects the rates behind them by measured steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ logger = logging.getLogger("dos.accelerator")
 class Decisions:
     """Makes the plans for one device.
 
-    plan: of the last step; None before it. ended: the last complete step, None before it; may be read on any thread.
+    plan: of the last step; None before it. ended: the report of the last complete step, None before it; may be read on
+        any thread.
     memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
-    held, on_host: give the bytes that state takes of the device and of the host; may be asked on any thread. So may
-    away: those of saved tensors that have left, as the plan says; pooled: of the host's memory for them.
+    held, on_host: return the bytes of state on the device and on the host. away: returns the bytes of saved tensors
+        that have moved, as the plan says. pooled: returns the bytes of host memory for them. May be called on any
+        thread.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Decisions:
         away: Callable[[], int],
         pooled: Callable[[], int],
     ) -> None:
-        """policy, profile, budget, interval: as users chose them."""
+        """policy, profile, budget, interval: the user's arguments."""
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
         self.memory = MemoryMonitor(device, lambda: held() - away(), budget, interval)
@@ -63,7 +65,7 @@ class Decisions:
         self.ended: Report | None = None
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
-        """For what the plan was made."""
+        """The workload and the profile for which the plan was made."""
 
     @property
     def follows_memory(self) -> bool:
@@ -71,14 +73,14 @@ class Decisions:
         return self._adaptive is not None
 
     def decide(self, facts: Facts, now: Iteration) -> Plan:
-        """The plan of this iteration. Raises ValueError or TypeError if the policy returns no plan."""
+        """Return the plan of this iteration. Raises ValueError or TypeError if the policy returns no plan."""
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
         now.workload, now.withheld = facts.workload, self.memory.withheld
         return decide(facts, self._ask, self._meanwhile)
 
     def _ask(self, workload: Workload) -> Plan:
-        """The policy's plan, asked for once while a step is prepared; a fixed policy's once for equal workloads."""
+        """Return the policy's plan, computed once while a step is prepared; of a fixed policy once per workload."""
         before, plan = self._asked
         if plan is None or (before is not workload and (self._adaptive is not None or before != workload)):
             plan = plan_of(self._policy, workload)
@@ -89,12 +91,12 @@ class Decisions:
         return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)
 
     def search(self) -> None:
-        """Look a little for a better plan than the last, for the next iteration."""
+        """Search a little for a better plan than the last one, for the next iteration."""
         if self._adaptive is not None:
             self._adaptive.search()
 
     def begin_step(self, plan: Plan, now: Iteration) -> None:
-        """A step of this plan is issued."""
+        """Note that a step of this plan is being issued."""
         assert now.workload is not None, "the plan was made for it"
         before, self.plan, self.stepped, now.issued = self.plan, plan, now, plan
         if before is None or not _alike(before, plan):
@@ -105,23 +107,23 @@ class Decisions:
                 logger.info("%s", report.change(), extra={"metrics": report.metrics()})
 
     def learn(self, step: Step, timeline: Timeline) -> None:
-        """A step has ended. timeline: of all that ran, beside the schedule's own tasks."""
+        """Learn from a step that has ended. timeline: of the schedule's tasks and of unused transits."""
         stepped = step.iteration
         stepped.read_moves()
         if stepped.workload is None:
             return
-        # Before the profile is corrected: with what was believed when the plan was made.
+        # Before the profile is corrected: the report has the rates for which the plan was made.
         self.ended = self._report(stepped, timeline, step.origin)
         if stepped.alone and self._adaptive is not None:
             self._adaptive.observe(step.schedule, stepped.workload, step.ran)
 
     @property
     def profile(self) -> HardwareProfile | None:
-        """The rates that are believed now; None if no policy has asked for any."""
+        """The present rates; None if the policy needs none."""
         return None if self._adaptive is None else self._adaptive.profile
 
     def _report(self, iteration: Iteration, measured: Timeline | None = None, origin: float = 0.0) -> Report:
-        """A step as it is known now."""
+        """Return the report of a step with the present figures."""
         assert iteration.issued is not None, "that of the step"
         assert iteration.workload is not None, "the plan was made for it"
         return Report(
@@ -140,17 +142,17 @@ class Decisions:
         )
 
     def _find_profile(self) -> HardwareProfile:
-        """The user's profile, the one measured on this machine, or a rough measurement now."""
+        """Return the user's profile, the one measured on this machine, or a rough measurement now."""
         known = self._device.known_profile
         if self._profile is None and known is not None:
             return known
         with torch.no_grad():
             found = resolve_profile(self._profile, name_of(self._device)) or measure_minimum(self._device)
         if known is None:
-            set_kernel_threads(found.cpu_threads)  # its rate of updates is for so many
+            set_kernel_threads(found.cpu_threads)  # its rate of updates was measured with this number
         return found
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
-    """Whether they differ in order at most, which alternates where state is on disk."""
+    """Return whether two plans differ only in order, which alternates where state is on disk."""
     return len(plan) == len(other) and dataclasses.replace(plan, order=other.order) == other

@@ -1,4 +1,4 @@
-"""How much device memory optimizer state may use: low-water marks, and what they say of the next iteration."""
+"""How much device memory optimizer state may use: low-water marks, and the forecast from them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from dos.planning.missed import MissedPeaks
 from perfmodel import Op
 
 REMEMBERED = 4
-"""Iterations over which a low-water mark counts; memory that this process freed is trusted after as many."""
+"""The number of iterations for which a low-water mark counts; memory that this process releases is used after them."""
 RESTLESS = 12
-"""Iterations over which it counts how much others took from one to the next."""
+"""The number of iterations in which the increases of other processes' memory count."""
 CAUTION = 1 / 3
-"""Share of the most that others took at a time that is left to them where they have just given back."""
+"""The share of other processes' largest increase that is left to them where they have just released memory."""
 GROWTH = 1.5
-"""By which more is given back with each iteration in which another process may be waiting for memory."""
+"""The growth of the reserve with each iteration in which another process may be waiting for memory."""
 REMEMBERED_AFTER_FAILURE = 100
-"""Iterations over which one counts from which the user's own code ran out of memory."""
+"""The number of iterations for which an iteration counts in which user code ran out of memory."""
 MARGIN = 0.02
-"""Share of the device's memory that is left alone."""
+"""The share of the device's memory that state leaves free."""
 
 
 class Room(NamedTuple):
     """Bytes of device memory for optimizer state.
 
     resident: at the peak of the iteration. update: while updating; residents and slots share it.
-    why: for what it is no more at the peak. margin: bytes that are left alone besides.
-    short: what is missing at the peak even without state, if all saved tensors stay.
-    more: what state may use beyond, if saved tensors leave: no more than is free while updating, when none is saved.
+    why: the use for which `resident` is no larger. margin: bytes that are left free besides.
+    short: bytes that are missing at the peak even without state, if all saved tensors stay.
+    more: bytes that state may use in addition if saved tensors move: only as many as are free while updating, when
+        no tensors are saved.
     """
 
     resident: int
@@ -46,23 +47,24 @@ class Room(NamedTuple):
 class Forecast:
     """The memory that was free in each phase of recent iterations, and the share of it that state may use in the next.
 
-    Two things are measured: what this process leaves beside its state, and what others hold. Room is the least of what
-    these rules allow, less the margin:
+    Two quantities are measured: the memory that this process leaves beside its state, and the memory of other
+    processes. The room is the least that these rules allow, less the margin:
 
-    - This process needs again what it needed at most in the last REMEMBERED iterations.
-    - Others hold what they hold now. Where they held more in the last REMEMBERED iterations they may want it back: a
-      CAUTION of the most that they took from one iteration to the next is left to them. Who never took is trusted.
-    - A low mark in the update now, less what an iteration usually takes beyond its update, counts at once: what has
-      been taken is given back before the next peak.
-    - Marks that fall steadily fall on.
-    - A peak between two samples counts as the allocator's counter shows it (`MissedPeaks`).
-    - What the user's own code ran out of is remembered for REMEMBERED_AFTER_FAILURE iterations.
-    - Where an allocation fails although the figures have room for it (they lie, or what is free is in pieces), what did
-      fit is the most for REMEMBERED iterations, and for twice as many each time that trying again fails.
+    - This process needs as much as it needed at most in the last REMEMBERED iterations.
+    - Other processes need their present memory. Where they had more in the last REMEMBERED iterations they may want it
+      back: CAUTION times their largest increase from one iteration to the next is left to them. To processes that never
+      took more, nothing is left.
+    - A low mark in the present update, less the memory that an iteration usually takes beyond its update, counts at
+      once, so that state is moved before the next peak.
+    - Marks that fall steadily are expected to fall again.
+    - A peak between two samples counts if the allocator's counter shows it (`MissedPeaks`).
+    - A mark at which user code ran out of memory counts for REMEMBERED_AFTER_FAILURE iterations.
+    - Where an allocation fails although the figures have room for it (they are wrong, or free memory is fragmented),
+      the bytes that did fit are the limit for REMEMBERED iterations, and twice as long after each further failure.
 
-    The margin is MARGIN of the device, and more while memory runs short: a neighbour that waits for more takes all
-    that is free, so nearly nothing free means that it wants more. Each such iteration adds GROWTH times as much as the
-    one before; the first with all of MARGIN free, so that no process waits, takes all of that away.
+    The margin is MARGIN of the device, and a reserve while memory runs short: a neighbour that waits for memory takes
+    all that is free, so almost no free memory means that it waits. Each such iteration multiplies the reserve by
+    GROWTH; the first iteration with all of MARGIN free, in which no process waits, sets it to 0.
     """
 
     def __init__(self) -> None:
@@ -87,26 +89,27 @@ class Forecast:
 
     @property
     def margin(self) -> int:
-        """Bytes that are left alone now."""
+        """Bytes that state leaves free now."""
         return int(MARGIN * self._total) + self._given_back()
 
     @property
     def ran_out_lately(self) -> bool:
-        """Whether it is remembered that the user's own code ran out of memory.
+        """Whether user code ran out of memory in the last iterations.
 
-        Then no state comes to stay before the peak of an iteration is over.
+        Then no state becomes resident before the peak of an iteration is over.
         """
         return self._lasting is not None
 
     @property
     def ran_out_again(self) -> bool:
-        """Whether it is remembered that it did so at once after what was to prevent it."""
+        """Whether user code ran out of memory again at once, although state had been given less."""
         return self._lasting is not None and self._again
 
     def sample(self, phase: Op, free: int, held: int, total: int, *, others: int = 0, late: bool = False) -> None:
-        """free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
+        """Add a sample.
 
-        others: bytes that other processes had; 0 if that is not known, and all that is not free counts as this one's.
+        free: bytes, as measured in this phase. held: bytes of the device's `total` that optimizer state had.
+        others: bytes of other processes; 0 if they are not known, and count as this process's.
         late: whether this is the second half of backward.
         """
         self._total = total
@@ -123,13 +126,13 @@ class Forecast:
             self._least_free, self._held = free, held
 
     def peaked(self, phase: Op, free: int, held: int, *, others: int = 0) -> None:
-        """Memory was free, by the allocator's counter, at a peak of forward or backward between two samples.
+        """Add a peak of forward or backward between two samples, by the allocator's counter.
 
-        The rest as for `sample`.
+        Arguments: see `sample`.
         """
         if self._backward is not None and phase is Op.BACKWARD:
             self._backward = _Fall.of(self._backward, free + held)
-        self._missed.show(free + held + others, held)
+        self._missed.add_peak(free + held + others, held)
 
     @property
     def _now(self) -> dict[Op, int]:
@@ -141,18 +144,17 @@ class Forecast:
         return self._sampled if peak == mark else {**self._sampled, Op.FORWARD: peak}
 
     def allocation_failed(self, held: int) -> None:
-        """An allocation for which there was room by these figures has failed beside `held` bytes of state."""
+        """Note that an allocation has failed beside `held` bytes of state, for which these figures had room."""
         self._failed_at = held if self._failed_at is None else min(held, self._failed_at)
 
     def ran_out(self, held: int) -> None:
-        """The user's own code ran out of memory beside `held` bytes of state: what this iteration shows lasts long.
+        """Note that user code ran out of memory beside `held` bytes of state: the marks of this iteration last long.
 
-        If it happens again at once, no sample sees the peak, so state may have half of what was too much.
+        If it happens again at once, no sample sees the peak, so that state gets half of `held`.
         """
         mark, iterations = self._lasting or (self._total, 0)
         self._again = self.ran_out_again
-        # The last failure is some iterations past: that this one came does not mean that too little was done about
-        # that.
+        # After several iterations without a failure, a new one does not mean that state got too much after the last.
         if iterations <= REMEMBERED_AFTER_FAILURE - REMEMBERED:
             mark = self._total
         elif held:
@@ -161,9 +163,9 @@ class Forecast:
         self._watch_for_lasting = True
 
     def end_iteration(self) -> None:
-        """Samples from now on belong to the next iteration."""
+        """End the iteration; samples from now on belong to the next one."""
         self._extra = self._given_back()
-        self._remember_what_fits()
+        self._remember_fitting()
         now = self._now
         if now:
             if self._watch_for_lasting and self._lasting is not None:
@@ -184,7 +186,7 @@ class Forecast:
         self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:
-        """The memory that state may use in the next update and at the next peak; nothing before the first sample."""
+        """Return the memory that state may use in the next update and at the next peak; 0 before the first sample."""
         marks = [m for m in (*self._marks, self._now) if m]
         if not marks:
             return Room(0, 0)
@@ -203,16 +205,16 @@ class Forecast:
     def _limits(
         self, marks: Sequence[dict[Op, int]], updates: Sequence[int], levels: Sequence[int]
     ) -> Iterator[tuple[int, str]]:
-        """The bytes that each rule leaves for state at the next peak, and why no more."""
+        """Yield the bytes that each rule leaves for state at the next peak, and the reason."""
         peaks = [_peak(m) for m in marks]
         others = bool(levels) and _expected(levels) > levels[-1]
         beside = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
         yield min(peaks) - _expected(levels), beside
         if updates:
-            # Not the most: an iteration in which a neighbour left or came says nothing of what an iteration needs.
+            # Not the maximum: an iteration in which a neighbour began or ended does not show the need of an iteration.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
             yield updates[-1] - max(0, swing) - _expected(levels), beside
-        # One of them is shorter after an exception. Where memory is given back, marks fall by that.
+        # One list is shorter after an exception. While the reserve grows, marks fall for that reason.
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
             fall = min(earlier - later for earlier, later in itertools.pairwise(left))
@@ -221,25 +223,25 @@ class Forecast:
             yield self._lasting[0], "because training ran out of memory lately"
 
     def late_room(self) -> int:
-        """The bytes that state may use until backward ends, by what its second half has left so far.
+        """Return the bytes that state may use until backward ends, by the memory that its second half has left so far.
 
-        That half is expected to take as much more as it did at most in recent iterations; where only whole backwards
-        were seen, as those did. Nothing as long as it is remembered that the user's own code ran out of memory.
+        The second half is expected to take as much more as at most in recent iterations, or as whole backwards where
+        only these were sampled. 0 while `ran_out_lately`.
         """
         if self._late is None or not self._falls or self._lasting is not None:
             return 0
         return max(0, min(self._late.lowest, self._late.first - max(self._falls)) - self.margin)
 
     def _given_back(self) -> int:
-        """The bytes that are added to the margin, by the least that was free in this iteration."""
+        """Return the reserve beside the margin, by the least memory that was free in this iteration."""
         if self._least_free is None:
             return self._extra
-        # Without state here there is nothing to give back to a neighbour that waits.
+        # Without state on the device nothing can be released for a neighbour that waits.
         if self._held > 0 and 2 * self._least_free < MARGIN * self._total:
             return min(max(int(GROWTH * self._extra), int(MARGIN * self._total)), self._total)
         return 0 if self._least_free >= MARGIN * self._total else self._extra
 
-    def _remember_what_fits(self) -> None:
+    def _remember_fitting(self) -> None:
         if self._failed_at is not None:
             self._fits = self._failed_at, self._patience
             self._patience = min(2 * self._patience, REMEMBERED_AFTER_FAILURE)
@@ -251,7 +253,7 @@ class Forecast:
 
 
 class _Fall(NamedTuple):
-    """Bytes that were free when a phase began, and at the least since."""
+    """Bytes that were free when a phase began, and the least since."""
 
     first: int
     lowest: int
@@ -262,7 +264,7 @@ class _Fall(NamedTuple):
 
 
 def _expected(levels: Sequence[int]) -> int:
-    """The bytes that others will hold, by the most that they held in each of recent iterations."""
+    """Return the bytes that other processes will have, by the most that they had in each of recent iterations."""
     if not levels:
         return 0
     taken = max((later - earlier for earlier, later in itertools.pairwise(levels)), default=0)
@@ -270,5 +272,5 @@ def _expected(levels: Sequence[int]) -> int:
 
 
 def _peak(marks: dict[Op, int]) -> int:
-    """The low-water mark of forward and backward; of the update where nothing else was sampled."""
+    """Return the low-water mark of forward and backward; of the update where nothing else was sampled."""
     return min([marks[phase] for phase in (Op.FORWARD, Op.BACKWARD) if phase in marks] or marks.values())

@@ -19,37 +19,37 @@ from dos.planning.reading import MemoryReader
 from perfmodel import Op, SubgroupLoad
 
 Budget = int | float | Callable[[], int] | None
-"""The type of `memory_budget`: bytes, a share of the device's memory (a float), or a function giving bytes."""
+"""The type of `memory_budget`: bytes, a share of the device's memory (a float), or a function that returns bytes."""
 
 SHARE_OF_TIME = 1e-3
-"""Sampling may take this share of the time."""
+"""The share of time that sampling may take."""
 SHARE_AT_FIRST = 0.1
-"""The same in the first iteration: nothing is known of its peak, which would be missed between two rare samples."""
+"""The same in the first iteration, whose peak is not known: two rare samples would miss it."""
 SPARE_TO_GROW = 0.25
-"""Share of a subgroup's state that must be free beyond it before more state becomes resident."""
+"""The share of a subgroup's state that must be free in addition before more state becomes resident."""
 SHORT = 1 / 4
-"""Share of the device's memory below which it runs short, as long as nothing is known of an iteration's peak.
+"""The share of free device memory below which it runs short, as long as no peak is known.
 
-What an operation needs beside saved tensors, and the next block's weights, must fit into it.
+The memory of an operation beside saved tensors, and the next block's weights, must fit into it.
 """
 NEAR = 0.1
-"""Share of the device's memory below which state counts as about to leave where memory falls."""
+"""The share of free device memory below which state may soon have to move, if free memory falls."""
 TOO_LITTLE = f"because {1 + SPARE_TO_GROW:g} subgroups must be free before another one stays"
 BUDGET = "by memory_budget="
 
 
 class MemoryMonitor:
-    """Samples one device's memory and says how much of it optimizer state may use.
+    """Samples one device's memory and computes how much of it optimizer state may use.
 
-    held: bytes that optimizer state has on the device now, less those of saved tensors that the plan has let leave, so
-        that what is said to be free is so while all of them stay; called from several threads.
-    budget: see `Budget`; a function replaces what is measured, a number caps it.
-    interval_s: seconds between samples by a thread of its own; None for samples at the calls of `sample` alone.
-    reading: the last one. forecast: what samples say of the next iteration.
-    withheld: of the memory that was free or state's own when limits were last asked for, the bytes that state may not
-        use at the peak of the iteration, with the reasons. Empty if there is room for all state.
-    room: by which those were.
-    grows_short: whether there was less then than in the iteration before, so that state may soon have to leave.
+    held: returns the bytes of optimizer state on the device, less the bytes of saved tensors that have moved by the
+        plan, so that the forecast holds for an iteration in which all of them stay; called from several threads.
+    budget: see `Budget`; a function replaces the measurements, a number limits them.
+    interval_s: seconds between samples by a thread of its own; None: samples only at calls of `sample`.
+    reading: the last one. forecast: of the next iteration.
+    withheld: of the memory that was free or state's own at the last call of `limits`, the bytes that state may not use
+        at the peak of the iteration, with the reasons. Empty if there is room for all state.
+    room: of the last call of `limits`.
+    grows_short: whether the room was less than in the iteration before, so that state may soon have to move.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MemoryMonitor:
         self._late = False
         self._seen = False
         self._last = Op.FORWARD, 0
-        """The phase since the last sample, and the bytes that state had then."""
+        """The phase at the last sample, and the bytes that state had then."""
         self._sampled_at, self._due = 0.0, -math.inf
         self._took: deque[float] = deque(maxlen=9)
         self.renew()
@@ -84,45 +84,45 @@ class MemoryMonitor:
             _start_thread(self, interval_s)
 
     def renew(self) -> None:
-        """Have another lock; in a forked child, a thread that does not exist there may have held the last."""
+        """Make another lock: in a forked child, a thread that does not exist there may have the old one."""
         self._lock = threading.RLock()
 
     def enter(self, phase: Op) -> None:
-        """The iteration has come to this phase: one of FORWARD, BACKWARD, UPDATE. Takes a sample."""
+        """Begin a phase of the iteration, one of FORWARD, BACKWARD, UPDATE, and take a sample."""
         self._phase, self._late = phase, False
         self.sample(always=True)
 
     @exclusive
     def spare_in_backward(self) -> int:
-        """Bytes that state may take beyond what it holds until backward ends, by what its second half has left before.
+        """Return the bytes that state may take in addition until backward ends, by earlier second halves of backward.
 
-        To be asked in that half alone: what is sampled from then on counts as of it.
+        Call it only in the second half: later samples count as of it.
         """
         began, self._late = not self._late, True
         self.sample(always=began)
         return max(0, self.forecast.late_room() - self._held())
 
     def runs_short(self) -> bool:
-        """Whether less than SHORT of the device is free now."""
+        """Return whether less than SHORT of the device is free now."""
         self.sample(always=True)
         memory = self.reading.memory
         return memory.free < SHORT * memory.total
 
     def sample(self, always: bool = False) -> None:
-        """Take a sample, unless the last is so recent that sampling would take more than its share of time."""
-        # Without the lock, for it is asked at each of many gradients.
+        """Take a sample, unless the last one is so recent that sampling would take more than its share of time."""
+        # Without the lock, because each gradient calls this.
         if always or time.perf_counter() >= self._due:
             self._sample()
 
     @exclusive
     def _sample(self) -> None:
         start = time.perf_counter()
-        held = self._held()  # before the rest: what is freed in between is then missed, not counted twice
+        held = self._held()  # first: memory that is released in between is then missed, and not counted twice
         self.reading = self._reader.read()
         memory, lowest = self.reading.memory, self.reading.lowest
         phase, before = self._last
         if lowest is not None and phase is not Op.UPDATE:
-            # Not in the update, where most is of state itself. State that came or went in between counts as away.
+            # Not in the update, where most memory is state's own. State that moved in between counts as absent.
             self.forecast.peaked(phase, lowest, min(before, held), others=self.reading.others)
         self._last = self._phase, held
         self.forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
@@ -131,13 +131,13 @@ class MemoryMonitor:
         self._due_next()
 
     def _due_next(self) -> None:
-        # The median: a sample during which another thread had the interpreter says nothing of its cost.
+        # The median, because a sample during which another thread had the interpreter does not show its cost.
         share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
         self._due = self._sampled_at + statistics.median(self._took) / share
 
     @exclusive
     def end_iteration(self) -> None:
-        """The step has been issued: what comes now is the next iteration's forward."""
+        """End the iteration, whose step was issued, and begin the next one's forward."""
         self.sample(always=True)
         self.forecast.end_iteration()
         if self._offered is not None:
@@ -149,18 +149,18 @@ class MemoryMonitor:
 
     @exclusive
     def ran_out(self, held: int) -> None:
-        """The user's own code ran out of memory, and `held` bytes of state have been taken off the device."""
+        """Note that user code ran out of memory, and `held` bytes of state were moved off the device."""
         self.forecast.ran_out(held)
         self._resident = 0
 
     def limits(
         self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0, weights: int = 0
     ) -> dict[str, Any]:
-        """The fields of a workload that say how much memory these subgroups may use, in whole ones against noise.
+        """Return the fields of a workload that limit the memory of these subgroups, rounded to subgroups against noise.
 
-        More becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
+        More state becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
         update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
-        device need beyond state. weights: bytes of those that stream or may, which share the room.
+        device need beside state. weights: bytes of weights that stream or may stream, which share the room.
         """
         self.room = room = self._room()
         update = room.update - beside
@@ -205,7 +205,7 @@ class MemoryMonitor:
 
 
 def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, str], ...]:
-    """How much of what is free each limit in turn takes away, where it does."""
+    """Return how many of the free bytes each limit withholds after the ones before it, where it withholds any."""
     found = []
     for limit, why in limits:
         if limit < free:
@@ -215,7 +215,7 @@ def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, 
 
 
 def _checked(nbytes: object) -> int:
-    """The memory budget that a user's function gave. Raises TypeError or ValueError if it is no number of bytes."""
+    """Return the result of a user's memory budget. Raises TypeError or ValueError if it is no number of bytes."""
     if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Real):
         raise TypeError(f"memory_budget: the function must give bytes as an int, found {nbytes!r}")
     if not 0 <= float(nbytes) < math.inf:
@@ -225,6 +225,7 @@ def _checked(nbytes: object) -> int:
 
 def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
     """Sample until the monitor is collected."""
+    # Weak, because a thread that never ends would keep the monitor, and by it the device's memory.
     reference = weakref.ref(monitor)
 
     def sample() -> None:
@@ -234,7 +235,7 @@ def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
             if alive is None:
                 return
             alive.sample()
-            # Or this thread would keep the monitor while it sleeps.
+            # Else this thread would keep the monitor alive while it sleeps.
             del alive
 
     threading.Thread(target=sample, name="dos-memory", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Policies, and how an adaptive one learns: pure functions of what is known, no device and no tensor."""
+"""Policies, and the corrections of an adaptive one: pure functions, without device and tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perfmodel.tasks import Schedule
 Policy = Callable[[Workload], Plan]
 
 WORTH_A_CHANGE = 0.05
-"""Share of the exposed time by which another plan must be better before it is taken: rates are known no better."""
+"""The share of exposed time by which another plan must be better to be taken: rates are not more exact."""
 
 _KNOWN = (
     "'adaptive', 'cpu', 'stride:K' with K of 1 or more, 'resident', a ratio in [0, 1] (the share on the CPU), "
@@ -32,7 +32,7 @@ _BY_NAME: dict[str, Policy] = {"cpu": cpu_only, "resident": resident}
 
 
 def resolve_policy(policy: str | float | Policy) -> Policy:
-    """The function behind what a user passes as `policy`.
+    """Return the function of the argument `policy`.
 
     Raises ValueError for an unknown name, a stride below 1 or a ratio outside [0, 1], TypeError for another type.
     """
@@ -61,9 +61,9 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
 
 
 class AdaptivePolicy:
-    """The best plan under a profile that follows what is measured; all state stays on the device where it fits.
+    """Returns the best plan under a profile that measurements correct; all state stays on the device where it fits.
 
-    profile: to be set before the first call.
+    profile: must be set before the first call.
     """
 
     def __init__(self, profile: HardwareProfile | None = None) -> None:
@@ -76,54 +76,53 @@ class AdaptivePolicy:
         return self._planner(workload, self.profile)
 
     def meanwhile(self, workload: Workload) -> Plan:
-        """The plan for less memory than the last call had, which remains the one of before."""
+        """Return a plan for less memory than in the last call, whose plan remains the previous one."""
         assert self.profile is not None, "its owner sets the profile first"
         return self._planner.meanwhile(workload, self.profile)
 
     def search(self) -> None:
-        """Look a little for a better plan than the last."""
+        """Search a little for a better plan than the last one."""
         self._planner.learn()
 
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
-        """Correct the profile by what a step took."""
+        """Correct the profile by a step's timeline."""
         if self.profile is not None:
             self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
 
 
 _GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE))
-"""The lanes in groups that slow each other: all but the device's own share the host's memory."""
+"""The groups of lanes that slow each other down: all except the GPU share host memory."""
 
 
 class Refinement:
     """Corrects a profile by measured timelines: lasting changes are followed, single slow steps are not.
 
-    Each lane's measured busy time is compared with what the simulator says for the same schedule,
-    contention included. The median ratio of the last WINDOW steps counts; when it is off by more
-    than TOLERANCE, the rate behind the lane is divided by it. Then all windows begin anew, since
-    lanes that share host memory were compared with what the old rates predicted.
+    Each lane's measured busy time is compared with the simulator's for the same schedule, contention included. The
+    median ratio of the last REMEMBERED steps counts; when it is off by more than TOLERANCE, the rate behind the lane is
+    divided by it. Then all ratios are forgotten, because the old rates predicted the times of lanes that share host
+    memory.
 
-    What was measured of something else teaches nothing: a lane counts only in steps in which it,
-    and the lanes that slow it, served just the tasks of the schedule.
+    A lane counts only in steps in which it, and the lanes that slow it down, served only tasks of the schedule.
     """
 
-    WINDOW = 5
+    REMEMBERED = 5
     TOLERANCE = 0.05
     SHORTEST_S = 1e-4
-    """Lanes busy for less say nothing about rates."""
+    """Lanes that were busy for less time do not count."""
 
     def __init__(self) -> None:
-        self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.WINDOW) for lane in Lane}
+        self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.REMEMBERED) for lane in Lane}
         self._expected: tuple[tuple[HardwareProfile, Schedule, Workload], Timeline] | None = None
 
     def correct(
         self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline
     ) -> HardwareProfile:
-        """The profile after one more step; the same object while nothing has to change.
+        """Return the profile after one more step; the same object if nothing changes.
 
-        schedule: that was issued, of these subgroups.
+        schedule: the one that was issued, of these subgroups.
         """
-        # What left during backward met no uploads, and without the length of backward it is not
-        # known for how long it did.
+        # Gradients that were sent during backward met no uploads, and without the length of backward it is not known
+        # for how long.
         beside = not workload.backward_s and _waits_for_backward(schedule)
         expected = self._simulated(profile, schedule, workload)
         for lanes in _GROUPS:
@@ -133,7 +132,7 @@ class Refinement:
                 measured, predicted = timeline.busy(lane), expected.busy(lane)
                 if min(measured, predicted) >= self.SHORTEST_S:
                     self._ratios[lane].append(measured / predicted)
-        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.WINDOW}
+        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.REMEMBERED}
         off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
         if not off:
             return profile
@@ -143,7 +142,7 @@ class Refinement:
         return profile.replace(**_corrected(profile, workload, off, busy))
 
     def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
-        """The optimizer's own work as it is predicted."""
+        """Return the predicted timeline of the optimizer's own work."""
         key = profile, schedule, workload
         if self._expected is None or self._expected[0] != key:
             predicted = serve(schedule, workload, profile)
@@ -152,25 +151,25 @@ class Refinement:
 
 
 def _waits_for_backward(schedule: Schedule) -> bool:
-    """Whether gradients leave when backward has made them."""
+    """Return whether gradients are sent during backward."""
     tasks = schedule.tasks
     pieces = {number for number, task in enumerate(tasks) if task.op is Op.BACKWARD and task.size}
     return any(task.op is Op.GRADIENT and not pieces.isdisjoint(task.after) for task in tasks)
 
 
 def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
-    """The work that these lanes did, and how often."""
+    """Return the work that these lanes did, with the number of times."""
     return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
 
 
 def _corrected(
     profile: HardwareProfile, workload: Workload, slower: dict[Lane, float], busy: Collection[Lane]
 ) -> dict[str, float]:
-    """The rates that explain lanes `slower` by these factors.
+    """Return the rates that explain lanes `slower` by these factors.
 
-    busy: the lanes that were measured. Where host DRAM cannot serve at once the CPU, both links and the disk if that
-    was busy, it is held responsible if CPU updates are slower, which take the most of it, or both links where there are
-    none. It is never inferred from the disk, which takes the least of it and is slow for other reasons.
+    busy: the lanes that were measured. Where host DRAM cannot serve the CPU, both links and the disk, if that was busy,
+    at once, its rate is corrected, too, if CPU updates are slower, which take most of it, or both links where there are
+    none. The disk alone never corrects it, because it takes the least of it and is slow for other reasons.
     """
     of_disk = (stream for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy)
     each = demands(workload.subgroups[0], profile)
@@ -189,7 +188,7 @@ def _corrected(
 
 
 def plan_of(policy: Policy, workload: Workload) -> Plan:
-    """The policy's plan. Raises TypeError or ValueError if it returns something else."""
+    """Return the policy's plan. Raises TypeError or ValueError if it is no plan for this workload."""
     plan = policy(workload)
     if not isinstance(plan, Plan):
         raise TypeError(f"the policy must return a perfmodel.Plan, found {type(plan).__name__}")

@@ -1,4 +1,4 @@
-"""Live device memory as NVML and the caching allocator say it is."""
+"""Reads device memory from NVML, the runtime and the caching allocator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dos.guard import warn
 logger = logging.getLogger(__name__)
 
 OF_THIS_DEVICE = 0.1
-"""NVML and the runtime may differ by this share of the device's memory: the driver reserves some."""
+"""The share of the device's memory by which NVML and the runtime may differ: the driver reserves some."""
 
 
 class Source(enum.Enum):
-    """Where a figure of free memory comes from, and if it is not NVML, why."""
+    """The source of a figure of free memory, and the reason if it is not NVML."""
 
     NVML = "NVML"
     NO_NVML = "the runtime, because NVML is not installed or has no driver"
@@ -38,13 +38,14 @@ _ADVICE = {
     Source.NONSENSE: "Compare with nvidia-smi (where MPS limits this process's memory, that is as it must be)",
     Source.UNREADABLE: "Optimizer state stays on the host meanwhile. See whether nvidia-smi works",
 }
-"""Advice for where a source is not what it should be."""
+"""Advice where the source is not NVML, by source."""
 
 
 class Reading(NamedTuple):
-    """Device memory in bytes, where the figure comes from, and what others hold of it; 0 where that is not known.
+    """Device memory in bytes.
 
-    lowest: what was free when this process had most in use since the last reading; None if that is not known.
+    source: of the figures. others: bytes of other processes; 0 if not known.
+    lowest: the free bytes when this process had most in use since the last reading; None if not known.
     """
 
     memory: Memory
@@ -56,8 +57,8 @@ class Reading(NamedTuple):
 class Nvml:
     """Free memory of one device as the driver sees it, other processes included.
 
-    uuid: of the device, as NVML writes it: `GPU-...` or, for a slice of one, `MIG-...`. It does not change with
-        CUDA_VISIBLE_DEVICES, as indices do.
+    uuid: of the device, as NVML writes it: `GPU-...` or, for a slice of one, `MIG-...`. Unlike an index it does not
+        change with CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -65,7 +66,7 @@ class Nvml:
         self._handle: Any = None
 
     def read(self) -> Memory | Source:
-        """The memory, or why there is no figure."""
+        """Return the memory, or the reason why there is no figure."""
         try:
             import pynvml
         except ImportError:
@@ -76,7 +77,7 @@ class Nvml:
                 self._handle = pynvml.nvmlDeviceGetHandleByUUID(self._uuid)
             info = pynvml.nvmlDeviceGetMemoryInfo(self._handle)
             return Memory(int(info.free), int(info.total))
-        except Exception as error:  # NVMLError, or what a library raises that does not fit the driver
+        except Exception as error:  # NVMLError, or any error of a library that does not fit the driver
             self._handle = None  # the driver may come back
             logger.debug("NVML: %s", repr(error))
             return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
@@ -95,25 +96,25 @@ _REASONS = {
     "GpuIsLost": Source.LOST,
     "ResetRequired": Source.LOST,
 }
-"""By the name of NVML's error. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"""
+"""Sources by the name of NVML's error. https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceEnumvs.html"""
 
 
 class MemoryReader:
-    """Reads one device's memory. Warns once of each source that may tell less than NVML."""
+    """Reads one device's memory. Warns once of each source that may know less than NVML."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._nvml = None if device.uuid is None else Nvml(device.uuid)
         self._total = 0
         self._expected = 0
-        """The device's memory as the runtime says, with which NVML's figure is compared."""
+        """The total memory by the runtime, with which NVML's figure is compared."""
         self._warned: set[Source] = set()
 
     def read(self) -> Reading:
-        """Memory as it is now, from NVML where possible; free is what is free or in the caching allocator, unused."""
+        """Read the memory, from NVML where possible; unused memory of the caching allocator counts as free."""
         try:
             (reserved, unused, least), (memory, source) = self._device.cached(), self._look()
-        except Exception as error:  # whatever it is, training need not end for it here
+        except Exception as error:  # no error of a reading may end training
             logger.debug("device memory: %s", repr(error))
             memory, reserved, least = Memory(0, 0), 0, None
         if not _can_be(memory):
@@ -134,9 +135,9 @@ class MemoryReader:
         )
 
     def _look(self) -> tuple[Memory, Source]:
-        """Free and total memory, and who says so.
+        """Return free and total memory, and their source.
 
-        The runtime is asked once, and where NVML gives no figure: its call was reported to take 8 ms on one machine.
+        The runtime is read once, and where NVML has no figure: its call was reported to take 8 ms on one machine.
         """
         found = Source.DEVICE if self._nvml is None else self._nvml.read()
         if not isinstance(found, Source):

@@ -22,20 +22,21 @@ from perfmodel.simulate import Scope, exposed
 from perfmodel.workload import peak_room
 
 ROUNDING = 0.005
-"""By which an efficiency may exceed 1."""
+"""The amount by which an efficiency may exceed 1."""
 
 
 @dataclass(frozen=True)
 class Report:
     """One step of one accelerator.
 
-    iteration: whose step it is. plan: of the step. workload: what the plan was made for, memory included.
-    profile: the rates believed; None if no policy asked for any.
-    measured: None while the step is still running. origin: the 0 of it, on the clock of time.perf_counter.
-    reading: device memory when the step had ended. held_bytes: what optimizer state had of it.
-    host_bytes: host memory that state has, or had and will have again. pool_bytes: that saved tensors have.
-    why: what had changed when the plan last did.
-    real: whether a GPU updates, and not a device that is emulated.
+    iteration: of the step. plan: of the step. workload: the one for which the plan was made, memory included.
+    profile: the rates of that time; None if the policy needs none.
+    measured: the timeline; None while the step is still running. origin: its 0, on the clock of time.perf_counter.
+    reading: device memory when the step had ended. held_bytes: bytes of optimizer state on the device.
+    host_bytes: host memory of state's homes, including state that is on the device. pool_bytes: host memory pinned for
+        saved tensors.
+    why: the reason of the last change of plan.
+    real: whether a GPU updates, and not an emulated device.
     """
 
     iteration: Iteration
@@ -53,12 +54,12 @@ class Report:
 
     @property
     def exposed_s(self) -> float | None:
-        """Seconds for which the caller was held up; None while the step is still running."""
+        """Seconds for which the caller waited; None while the step is still running."""
         return None if self.measured is None else self.iteration.exposed_s
 
     @property
     def timeline(self) -> Timeline | None:
-        """Of the step and the saved tensors before it, with forward and backward; None while it is still running."""
+        """The timeline of the step and of saved tensors before it, with forward and backward; None while it runs."""
         if self.measured is None:
             return None
         moved = (span.since(self.origin) for span in self.iteration.moved)
@@ -67,50 +68,50 @@ class Report:
 
     @property
     def disk_bytes(self) -> int:
-        """Of state that rests on disk by the plan."""
+        """Bytes of state that rests on disk by the plan."""
         return self.workload.state_bytes_of(self.plan.on_disk)
 
     @property
     def update_s(self) -> float | None:
-        """Seconds from the call of step() to the last end; None while it runs."""
+        """Seconds from the call of step() to the end of the last transfer or update; None while it runs."""
         return None if self.measured is None else max((span.end for span in self.measured.spans), default=0.0)
 
     @property
     def predicted_s(self) -> float | None:
-        """For how many seconds the model expects the caller to be held up."""
+        """Seconds for which the caller waits by the model's prediction; None without a profile."""
         return None if self.profile is None else _predicted(self.plan, self.workload, self.profile)
 
     @property
     def bound(self) -> Bound | None:
-        """For how long, at least, any plan with this memory holds the caller up; None if that is not known."""
+        """The least time for which the caller waits under any plan with this memory; None if not known."""
         found = None if self.profile is None else _bound(self.workload, self.profile)
         return None if isinstance(found, str) else found
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward beside which the update can hide."""
+        """Seconds of forward and backward behind which the update can hide."""
         return Scope.beside(self.workload).compute_s(self.workload)
 
     @property
     def efficiency(self) -> float | None:
         """The shortest iteration over the measured one, `(compute + bound) / (compute + exposed)`; None if not known.
 
-        The bound is what is left of the update where all that can hide behind compute does
-        (`perfmodel.bounds.lower_bound`): so 1 means that nothing was left on the table. A measured iteration that is
-        shorter shows that the rates are not the machine's, and then the bound is not known either.
+        The bound is the part of the update that cannot hide behind compute (`perfmodel.bounds.lower_bound`): 1 means
+        that no plan could make the iteration shorter. A shorter measured iteration shows that the rates are not the
+        machine's, so that the bound is not known either.
         """
         found = self._over_shortest
         return None if found is None or found > 1 + ROUNDING else min(found, 1.0)
 
     @property
     def _over_shortest(self) -> float | None:
-        """The shortest iteration that the model believes in, over the measured one."""
+        """The shortest iteration by the model over the measured one."""
         if self.bound is None or self.exposed_s is None or self.compute_s + self.exposed_s <= 0:
             return None
         return (self.compute_s + self.bound.seconds) / (self.compute_s + self.exposed_s)
 
     def metrics(self) -> dict[str, float]:
-        """Plain numbers by name; those that are not known are missing."""
+        """Return plain numbers by name; numbers that are not known are missing."""
         numel = max(self.workload.numel, 1)
         loads = self.workload.subgroups
         share = {p: sum(loads[i].numel for i in self.plan.served(p)) / numel for p in Placement}
@@ -181,7 +182,7 @@ class Report:
             lines += [f"Bound: {_bound(self.workload, self.profile)}"]
         else:
             least = f"with this memory it waits at least {_ms(bound.seconds)} under any plan"
-            lines += [f"Bound: {least}; {_what_binds(bound)}"]
+            lines += [f"Bound: {least}; {_bottleneck(bound)}"]
         if self.efficiency is not None:
             what = "the shortest possible iteration over this one" if self.compute_s else "the bound over the wait"
             lines += [f"Efficiency: {self.efficiency:.0%} ({what})"]
@@ -194,7 +195,7 @@ class Report:
         return "\n".join(lines)
 
     def _host(self) -> str:
-        """How much state the host has room for, and what passes through there."""
+        """Return the text about room for state on the host."""
         work, free = self.workload, self.workload.host_free_bytes
         room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
         return f"the host has room for {room}, beside {work.windows} windows"
@@ -207,15 +208,15 @@ class Report:
 
     @property
     def _leaving(self) -> tuple[int, int] | None:
-        """Bytes of saved tensors that leave, and of all that may: by the plan, or as the user has chosen."""
+        """Bytes of saved tensors that move, and of all that may move: by the plan, or as the user has chosen."""
         activations, saved = self.workload.activations, self.iteration.saved
         if activations:
             return self.plan.activation_bytes, sum(each.nbytes for each in activations)
-        # Where weights stream hooks look at saved tensors that were not asked to move.
+        # Where weights stream, hooks see saved tensors even if the user has not asked that any move.
         return None if saved is not None and not saved[0] and self.workload.blocks else saved
 
     def _saved(self, left: int, nbytes: int) -> str:
-        """How much of what forward saves leaves for the host, and why."""
+        """Return the text about saved tensors that move, and the reason."""
         work, whole = self.workload, size_of(nbytes)
         pool = f"; {size_of(self.pool_bytes)} of host memory is pinned for them"
         if not work.activations:
@@ -231,26 +232,26 @@ class Report:
         return f"{size_of(left)} of {whole} move to the host in forward, {why}{pool}"
 
     def _formats(self) -> str:
-        """Of the state, with the share of the parameters that are kept so."""
+        """Return the formats of the state, each with its share of the parameters."""
         numel: Counter[str] = Counter()
         for load in self.workload.subgroups:
             numel[load.format] += load.numel
         return ", ".join(f"{count / max(self.workload.numel, 1):.1%} {name}" for name, count in numel.most_common())
 
     def change(self) -> str:
-        """One line for the log when the plan has changed."""
+        """Return one line for the log when the plan has changed."""
         text = f"plan changed: {self.why}; {self.plan}"
         if self.predicted_s is not None and self.bound is not None:
-            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_what_binds(self.bound)}"
+            text += f"; predicted {_ms(self.predicted_s)}, bound {_ms(self.bound.seconds)}, {_bottleneck(self.bound)}"
         return text
 
 
 def why_changed(
     before: Workload | None, now: Workload, believed: HardwareProfile | None, profile: HardwareProfile | None
 ) -> str:
-    """The differences from when the plan before was made.
+    """Return the differences from the facts of the plan before.
 
-    believed, profile: the rates then and now; None if no policy asks for any.
+    believed, profile: the rates then and now; None if the policy needs none.
     """
     memory = size_of(now.peak_free_bytes)
     if before is None:
@@ -279,14 +280,14 @@ def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> floa
 
 @functools.lru_cache(maxsize=8)
 def _bound(workload: Workload, profile: HardwareProfile) -> Bound | str:
-    """The bound, or why there is none."""
+    """Return the bound, or the reason why there is none."""
     try:
         return lower_bound(workload, profile, Scope.beside(workload))
     except ValueError as error:
         return str(error)
 
 
-def _what_binds(bound: Bound) -> str:
+def _bottleneck(bound: Bound) -> str:
     return f"{bound.binding} is the bottleneck" if bound.binding != "nothing" else "nothing holds it up"
 
 
@@ -297,9 +298,9 @@ def _ms(seconds: float) -> str:
 def unused(
     plan: Plan, workload: Workload, profile: HardwareProfile | None, withheld: Sequence[tuple[int, str]]
 ) -> list[str]:
-    """Lines that name device memory which state could use and does not, why, and what to do if nothing fits.
+    """Return lines about device memory that state could use and does not, the reasons, and a remedy if nothing fits.
 
-    workload: for which the plan was made. profile: None if the policy asks for none.
+    workload: the one for which the plan was made. profile: None if the policy needs none.
     withheld: see MemoryMonitor.
     """
     loads = workload.subgroups
@@ -331,7 +332,7 @@ def unused(
 
 
 def size_of(nbytes: float) -> str:
-    """Bytes for people."""
+    """Return bytes as a text with a unit."""
     if not math.isfinite(nbytes):
         return "unlimited memory"
     for unit, each in ("GiB", 2**30), ("MiB", 2**20):
@@ -341,7 +342,7 @@ def size_of(nbytes: float) -> str:
 
 
 def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
-    """Of state for which there is room."""
+    """Return the reason why state is not resident although there is room."""
     if profile is None:
         return "because this policy does not use it"
     best = adaptive(workload, profile)

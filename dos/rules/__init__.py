@@ -1,1 +1,1 @@
-"""Rules of updates: base.py has the protocol, adamw.py the one rule that there is."""
+"""Rules of updates: base.py has the protocol, adamw.py the only rule."""

@@ -21,20 +21,20 @@ from dos.sharding.local import is_sharded, local
 from perfmodel.format import BLOCK, INT8, NEEDED_KEYS, STATE_FORMATS, STATE_KEYS, Format, format_of, scale_shape
 
 LEAST_CODED = 4096
-"""Elements of a parameter from which its moments are kept in codes, as in torchao and bitsandbytes."""
+"""The least number of elements of a parameter whose moments are stored in codes, as in torchao and bitsandbytes."""
 
 _WITH_MAX, _PLAIN = {MAX_KEY: "amsgrad=True"}, dict[str, str]()
-_known_format = functools.cache(format_of)  # asked for each parameter, and there are few
+_known_format = functools.cache(format_of)  # called for each parameter, and few formats exist
 
 
 def can_be_coded(parameter: Tensor) -> bool:
-    """Whether the parameter is whole blocks of elements that lie in a row, on each rank."""
+    """Return whether the parameter has enough elements, and consists of whole contiguous blocks on each rank."""
     return parameter.numel() >= LEAST_CODED and local(parameter).is_contiguous() and keeps_blocks(parameter)
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW, and with `decoupled_weight_decay` of a group off, Adam. See `Rule`.
+    """AdamW, and Adam where a group's `decoupled_weight_decay` is False. See `Rule`.
 
     master_weights, state_format: as given to DOSAdam, where "split" is None. Raises ValueError for another format.
     """
@@ -50,7 +50,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         if self.state_format == "split":
-            object.__setattr__(self, "state_format", None)  # where it is possible, it is the default
+            object.__setattr__(self, "state_format", None)  # the default wherever it is possible
         if self.state_format not in STATE_FORMATS:
             raise ValueError(f"state_format must be None, 'split', 'float32' or 'int8', found {self.state_format!r}")
 
@@ -68,7 +68,7 @@ class AdamW:
             raise ValueError(f"{where}: a tensor lr must have 1 element, found shape {tuple(lr.shape)}")
         for name in ("lr", "eps", "weight_decay"):
             value = group[name]
-            if type(value) is not float:  # asked of each group in each step
+            if type(value) is not float:  # a shortcut, because each step checks each group
                 check_number(value, f"{where}: {name}")
             if not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{where}: {name} must be 0 or more and finite, found {float(value)}")
@@ -99,7 +99,7 @@ class AdamW:
             )
         for key, value in own.items():
             saved.setdefault(key, value)  # settings that the saving version did not know
-        # How to decay and how to run are this optimizer's own choice, as AdamW has it.
+        # The kind of decay and the implementation are this optimizer's own choice, as in AdamW.
         for key in ("decoupled_weight_decay", "capturable", "differentiable"):
             saved[key] = own[key]
         self.check(saved, where)
@@ -143,7 +143,7 @@ class AdamW:
             )
         return None
 
-    def room(self, parameter: Tensor) -> dict[str, Tensor]:
+    def empty_entry(self, parameter: Tensor) -> dict[str, Tensor]:
         keys = (key for key in STATE_KEYS if key not in CODE_TYPES or in_blocks(parameter.shape))
         return {key: empty_for(key, parameter) for key in keys}
 
@@ -163,12 +163,12 @@ class AdamW:
         )
 
     def batch(self, runs: Sequence[Run]) -> AdamBatch:
-        # Any tensor of a usual type and this length stands for the gradient, which `point` gives.
+        # A placeholder of the right length for the gradient, whose address `point` sets.
         return AdamBatch([AdamArrays(updated, updated, **fields, out=out) for updated, fields, out, _ in runs])
 
 
 def _tensor_problem(key: str, value: object, parameter: Tensor) -> str | None:
-    """The reason why this value cannot be in the parameter's state under this name."""
+    """Return the reason why this value cannot be in the parameter's state under this name; None if it can."""
     if key in CODE_TYPES and not in_blocks(parameter.shape):
         return f"its state has {key!r}, but shape {tuple(parameter.shape)} is not whole blocks of {BLOCK} elements"
     expected = scale_shape(parameter.shape) if key.endswith("_scales") else tuple(parameter.shape)

@@ -1,4 +1,4 @@
-"""One parameter's entry in a state dict of AdamW: names, types, shapes, and how one format's become another's."""
+"""One parameter's entry in a state dict of AdamW: names, types, shapes, and conversion between formats."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from perfmodel.format import BLOCK, CODED, CODED_KEYS, MASTER_KEY, REST_KEY, STA
 
 _TYPES = {field.key: getattr(torch, field.type) for field in CODED.fields}
 CODE_TYPES = {key: _TYPES[key] for keys in CODED_KEYS.values() for key in keys}
-"""By the names of codes and scales, in the order of `Codes`."""
+"""The dtypes of codes and scales by name, in the order of `Codes`."""
 MAX_KEY = "max_exp_avg_sq"
-"""The name of what amsgrad keeps."""
+"""The name of the maximum that amsgrad stores."""
 _ADAMW_KEYS = tuple(key for key in STATE_KEYS if key not in (REST_KEY, *CODE_TYPES))
 
 
 def in_blocks(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is whole blocks."""
+    """Return whether a tensor of this shape consists of whole blocks."""
     return len(shape) > 0 and math.prod(shape) % BLOCK == 0
 
 
 def keeps_blocks(tensor: Tensor) -> bool:
-    """Whether each rank has whole blocks of the tensor, the same ones however many ranks there are."""
+    """Return whether each rank has whole blocks of the tensor, the same blocks for any number of ranks."""
     if not is_sharded(tensor):
         return in_blocks(tensor.shape)
     last = tensor.ndim - 1
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    # By the attribute, for not all that divide an axis say so when they are asked with `is_shard`.
+    # By the attribute, because `is_shard` returns False for some placements that divide an axis.
     over = math.prod(mesh.size(i) for i, placement in enumerate(placements) if getattr(placement, "dim", None) == last)
     return last > 0 and tensor.shape[last] % (BLOCK * over) == 0
 
 
 def has_codes(entry: Mapping[str, object], moment: str) -> bool:
-    """Whether the entry has this moment in codes."""
+    """Return whether the entry has this moment in codes."""
     return all(entry.get(key) is not None for key in CODED_KEYS[moment])
 
 
 def empty_for(key: str, like: Tensor) -> Tensor:
-    """An uninitialised host tensor for the state of this name of a parameter like this.
+    """Return an uninitialised host tensor for the state of this name of a parameter like this.
 
-    Divided over ranks as that is, except that each rank has all codes and scales where ranks divide a block.
+    It is divided over ranks as the parameter is, except that each rank has all codes and scales where ranks divide a
+    block.
     """
     shape, mine = tuple(like.shape), tuple(local(like).shape)
     if key.endswith("_scales"):
@@ -59,9 +60,9 @@ def empty_for(key: str, like: Tensor) -> Tensor:
 
 
 def write_entry(entry: Mapping[str, Any], parameter: Tensor, views: Mapping[str, Tensor]) -> None:
-    """Write what the entry says, in any format and placement, to `views`, which are divided as the parameter is.
+    """Write the entry's values, in any format and placement, to `views`, which are divided as the parameter is.
 
-    What it does not say becomes 0. A master that is made of a rest alone is right once it has followed the parameter.
+    Views without a value become 0. A master that is made of a rest alone is right once it has followed the parameter.
     """
     found = _converted(_local_parts(entry, parameter), views.keys())
     for key, view in views.items():
@@ -70,11 +71,11 @@ def write_entry(entry: Mapping[str, Any], parameter: Tensor, views: Mapping[str,
             local(view).zero_()
         elif value is not local(view):
             mine = local(view)
-            mine.copy_(value.to(mine.device))  # which may lie in several pinned regions
+            mine.copy_(value.to(mine.device))  # first to its device: no transfer may span pinned regions
 
 
 def adamw_form(parameter: Tensor, entry: Mapping[str, Any], *, written: bool) -> dict[str, Tensor]:
-    """A copy of what `entry` says beside the step, as AdamW has it: float32, on the host, in the parameter's shape.
+    """Return a copy of the entry without the step in AdamW's form: float32, on the host, in the parameter's shape.
 
     Changes nothing.
     written: whether user code wrote to the parameter since its last update, so that its master has to follow.
@@ -95,12 +96,12 @@ def adamw_form(parameter: Tensor, entry: Mapping[str, Any], *, written: bool) ->
 
 
 def _local_parts(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
-    """The part of the entry's tensors that this rank needs. A collective where they are divided in another way."""
+    """Return this rank's part of the entry's tensors. A collective where they are divided in another way."""
     parts = {key: entry[key] for key in STATE_KEYS if entry.get(key) is not None}
     codes = {key: value for key, value in parts.items() if key in CODE_TYPES}
     if is_sharded(parameter) and any(
         key.endswith("_codes") and not same_layout(value, parameter) for key, value in codes.items()
-    ):  # for others divide the blocks
+    ):  # codes of another layout cannot be moved, because it divides blocks
         exact = {key: value for key, value in parts.items() if key not in codes}
         parts = _decoded({key: whole(value) for key, value in codes.items()}) | exact
     return {key: local(moved_to_layout(value, parameter)) for key, value in parts.items()}
@@ -109,7 +110,7 @@ def _local_parts(entry: Mapping[str, Any], parameter: Tensor) -> dict[str, Tenso
 def _converted(parts: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, Tensor]:
     """Convert one parameter's state tensors to these keys; keys that cannot be derived are omitted.
 
-    Where they say it twice, in the format of `keys` and in another one, the former counts; of moments AdamW's form.
+    Where they have a value in two formats, the format of `keys` counts; of moments, AdamW's form.
     """
     found = _decoded(parts) if CODE_TYPES.keys().isdisjoint(keys) else _encoded(parts)
     rest, master = _valid_rest(found.pop(REST_KEY, None)), found.get(MASTER_KEY)
@@ -124,12 +125,12 @@ def _converted(parts: Mapping[str, Tensor], keys: Collection[str]) -> dict[str, 
 
 
 def _valid_rest(rest: Tensor | None) -> Tensor | None:
-    """The rest unless its bits are lost: they are there as bfloat16, and torch's optimizers cast what they load."""
+    """Return the rest if it still has its bits, as bfloat16: torch's optimizers cast the tensors that they load."""
     return None if rest is None or rest.dtype != torch.bfloat16 else rest
 
 
 def _decoded(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moments as AdamW has them, of whole blocks where they are in codes."""
+    """Return the parts with moments in AdamW's form; codes must be whole blocks."""
     found = {key: value for key, value in parts.items() if key not in CODE_TYPES}
     for (name, keys), decode in zip(CODED_KEYS.items(), (decode_mean, decode_square), strict=True):
         if name not in found and has_codes(parts, name):
@@ -139,7 +140,7 @@ def _decoded(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _encoded(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Moments in codes, of whole blocks."""
+    """Return the parts with moments in codes; moments must be whole blocks."""
     if parts.keys().isdisjoint(CODED_KEYS):
         return dict(parts)
     found = _decoded(parts)

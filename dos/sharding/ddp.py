@@ -1,4 +1,4 @@
-"""DistributedDataParallel: when the gradients of a bucket have been reduced, and when it broadcasts parameters."""
+"""DistributedDataParallel: hooks for reduced buckets of gradients, and for broadcasts of parameters."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from torch.nn.parallel import DistributedDataParallel
 from dos.torch_internals.patches import call_before_broadcasts
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
-"""As `DistributedDataParallel.register_comm_hook` takes it: (state, bucket) -> a future of the reduced bucket."""
+"""The hook of `DistributedDataParallel.register_comm_hook`: (state, bucket) -> a future of the reduced bucket."""
 
 
 def gradients_travel() -> bool:
-    """Whether gradients may change outside of our hooks: DistributedDataParallel writes to them in its buckets.
+    """Return whether gradients may change after our hooks: DistributedDataParallel writes to them in its buckets.
 
-    Of one rank, too: it zeroes its bucket where a gradient was taken away.
+    With one rank, too: DDP zeroes its bucket where `grad` was set to None.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-"""Who watches the buckets of each model. DDP has its hook for good, and the hook must keep no optimizer alive."""
+"""The watchers of each model's buckets; weak, because DDP keeps its hook, which must keep no optimizer alive."""
 
 
 def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook | None, state: Any) -> None:
     """Call `watcher.gradients_reduced(parameters, gradients)` for each bucket of `model` that has been reduced.
 
-    The gradients are those that DDP puts with the parameters later. It is called on any thread.
-    hook, state: what reduces it; None: DDP's own all-reduce. DDP takes one hook for good, so that is set here.
+    DDP sets these gradients as `grad` later. The call may come on any thread.
+    hook, state: reduce the bucket; None: DDP's own all-reduce. DDP takes only one hook, which is set here.
     Raises RuntimeError if the model has a hook already.
     """
     known = _watchers.get(model)
-    if known is not None and hook is None:  # of another optimizer
+    if known is not None and hook is None:  # another optimizer has set our hook
         known.add(watcher)
         return
     watchers = weakref.WeakSet([watcher])
@@ -55,13 +55,13 @@ def watch_buckets(model: DistributedDataParallel, watcher: Any, hook: CommHook |
 
 
 _waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Who waits before broadcasts: of all models, because what is replaced in torch is replaced once."""
+"""The objects that wait before broadcasts of any model, because torch's function is replaced once for all."""
 
 
 def wait_before_broadcasts(waits: Any) -> None:
-    """Call `waits.finish(parameters)` before DDP broadcasts a model: when built, at the end of `join()`.
+    """Call `waits.finish(parameters)` before DDP broadcasts a model: when built, and at the end of `join()`.
 
-    Until it is gone. No hook of the model runs then.
+    No hook of the model runs then. It lasts until `waits` is collected.
     """
     _watch_broadcasts()
     _waiting.add(waits)
@@ -93,7 +93,7 @@ def _reduced(future: torch.futures.Future[Any], bucket: Any, watchers: Iterable[
         if result.dtype == buffer.dtype and result.numel() == buffer.numel() and result.is_contiguous():
             first = result.storage_offset()
             gradients = [result.as_strided(size, stride, first + offset) for size, stride, offset in places]
-            # A copy: this runs on any thread, while another may collect an optimizer.
+            # Over a copy: this runs on any thread, while another thread may collect an optimizer.
             for watcher in list(watchers):
                 watcher.gradients_reduced(parameters, gradients)
         return value

@@ -1,7 +1,7 @@
-"""Whether the bits of tensors changed, where no version counter tells: of DTensors and inference tensors.
+"""Detects writes to tensors by their bits, where no version counter does: DTensors and inference tensors.
 
-Operations on lists of DTensors (`torch._foreach_mul_`, which gradient clipping is made of) change
-values and count nowhere, with object and address as they were.
+Operations on lists of DTensors (`torch._foreach_mul_`, which gradient clipping uses) change values without raising a
+version counter, and keep object and address.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 _LANES = 509
-"""Prime, so that rows of a matrix that change places are seen: no row is a multiple of it."""
+"""A prime, so that exchanged rows of a matrix change a sum: no row's length is a multiple of it."""
 _WORD = torch.int64.itemsize
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """1-D int64 on the tensor's device, equal for equal bits in the same order; made without waiting.
+    """Return a 1-D int64 tensor on the tensor's device, equal for equal bits in the same order; without waiting.
 
-    The tensor as 64-bit words in 509 columns, each summed up, and the elements that fill no row as they
-    are. What multiplies, negates, zeroes or replaces all elements, or one, changes at least one sum.
+    It consists of the sums of the tensor's 64-bit words in 509 columns, and of the elements that fill no row. An
+    operation that multiplies, negates, zeroes or replaces all elements, or one, changes at least one sum.
     """
     tensor = tensor.detach()
     per_word = _WORD // tensor.itemsize
     if tensor.is_neg() or not tensor.is_contiguous():
         tensor = tensor.resolve_neg().contiguous()
     elif tensor.storage_offset() % per_word:
-        tensor = tensor.clone()  # words begin with the first element, wherever that lies
+        tensor = tensor.clone()  # so that the first word begins with the first element
     flat, row = tensor.view(-1), _LANES * per_word
     end = len(flat) // row * row
     if not end:
@@ -43,16 +43,16 @@ def _bits(tensor: Tensor) -> torch.dtype:
 
 
 class Marked(Protocol):
-    """The holder of a tensor's fingerprint, if one is needed, which is told whether the tensor was rewritten."""
+    """The owner of a tensor's fingerprint, if one is needed. rewritten: set if the tensor was written to."""
 
     bits: Tensor | None
     rewritten: bool
 
 
 def look_at_bits(marked: Iterable[tuple[Marked, Tensor]]) -> None:
-    """Tell each whether its tensor was written to since its fingerprint was made.
+    """Set `rewritten` of each whose tensor was written to since its fingerprint was made.
 
-    Waits once for each device, to read one flag; again only where something has changed.
+    Waits once for each device, to read one flag, and again only where a tensor has changed.
     """
     alike: defaultdict[torch.device, list[tuple[Marked, Tensor, Tensor]]] = defaultdict(list)
     for each, tensor in marked:

@@ -1,4 +1,4 @@
-"""This rank's part of a tensor: the one place where DTensors are unwrapped, and wrapped again."""
+"""This rank's part of a tensor: the only place where DTensors are unwrapped, and wrapped again."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from dos.torch_internals.tensors import base_of, version_counter
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether it is a DTensor, of whatever placements."""
-    module = sys.modules.get("torch.distributed.tensor")  # there is none before this is imported
+    """Return whether the tensor is a DTensor, of any placements."""
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor exists before this is imported
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, in whose memory it is; of any other tensor, itself."""
+    """Return this rank's part of a DTensor, without a copy; any other tensor itself."""
     if not is_sharded(tensor):
         return tensor
     part = local_tensor(tensor)
-    # The collective that makes it may still run.
+    # The collective that writes the part may still run.
     return part.trigger_wait() if hasattr(part, "trigger_wait") else part
 
 
 def laid_out_as(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> Tensor:
-    """`part` as this rank's part of a DTensor laid out as `like` is, without a copy; itself if that is none.
+    """Return a DTensor laid out as `like`, with `part` as this rank's part, without a copy; `part` if `like` is none.
 
     shape: of the whole tensor, if another than that of `like`, and in row-major order.
     """
@@ -36,20 +36,20 @@ def laid_out_as(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> 
 
 
 def same_layout(one: Any, other: Any) -> bool:
-    """Whether both are divided over the same ranks in the same way, or neither is divided."""
+    """Return whether both are divided over the same ranks in the same way, or neither is divided."""
     if not is_sharded(one) or not is_sharded(other):
         return is_sharded(one) == is_sharded(other)
     return one.device_mesh == other.device_mesh and one.placements == other.placements
 
 
 def moved_to_layout(tensor: Any, like: Any) -> Tensor:
-    """The tensor divided as `like` is. A collective, unless each rank has all of it, or it is so already.
+    """Return the tensor divided as `like` is. A collective, unless each rank has all of it, or the layout is the same.
 
     Raises ValueError if it lies on other ranks than `like`.
     """
     if not is_sharded(like) or same_layout(tensor, like):
         return tensor
-    if not is_sharded(tensor):  # the whole, of which each rank takes its part
+    if not is_sharded(tensor):  # each rank has the whole, and takes its part
         tensor = as_replicated(tensor, like)
     if tensor.device_mesh != like.device_mesh:
         raise ValueError(f"expected a tensor on {like.device_mesh}, found one on {tensor.device_mesh}")
@@ -57,12 +57,12 @@ def moved_to_layout(tensor: Any, like: Any) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a DTensor, by a collective; any other tensor itself."""
+    """Return all of a DTensor, by a collective; any other tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def as_replicated(tensor: Tensor, like: Any) -> Tensor:
-    """A tensor that is the same on each rank, as a DTensor of the ranks of `like`; itself if that is none."""
+    """Return a tensor that is equal on all ranks as a DTensor on the ranks of `like`; itself if `like` is none."""
     if not is_sharded(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -71,27 +71,27 @@ def as_replicated(tensor: Tensor, like: Any) -> Tensor:
 
 
 def to_host(tensor: Any) -> Tensor:
-    """The tensor with its memory on the host: itself if it is there."""
+    """Return the tensor on the host: itself if it is there."""
     part = local(tensor)
     return tensor if part.device.type == "cpu" else laid_out_as(part.cpu(), tensor)
 
 
 def version(tensor: Any) -> int:
-    """How often the tensor was written, as far as that is counted; for a DTensor, through it or to this rank's part."""
+    """Return the number of counted writes to the tensor; of a DTensor, to the whole or to this rank's part."""
     parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
     return sum(0 if part.is_inference() else version_counter(part) for part in parts)
 
 
 def counted_with(tensor: Any) -> tuple[Tensor, ...]:
-    """The tensors that have the counters which `version` adds up: a view shares that of its base.
+    """Return the tensors that have the counters which `version` adds up: a view shares the counter of its base.
 
     The same memory may have several counters: `.data`, `torch.unsafe_chunk`, `torch.from_numpy` and views made within
-    an operator give tensors with their own. What `detach` gives shares one, but does not say with which tensor.
+    an operator return tensors with counters of their own. A detached tensor shares one, but not visibly.
     """
     parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
     return tuple(map(base_of, parts))
 
 
 def counts_writes(tensor: Tensor) -> bool:
-    """Whether `version` tells each write: not to a DTensor, and not to what was made in torch.inference_mode."""
+    """Return whether `version` counts all writes: not to DTensors, nor to tensors made in torch.inference_mode."""
     return not (is_sharded(tensor) or tensor.is_inference())

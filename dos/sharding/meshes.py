@@ -1,4 +1,4 @@
-"""The ranks over which parameters are divided: what is summed up, and agreed on, over all of them."""
+"""The ranks over which parameters are divided: sums over all of them, and checks that they agree."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from dos.sharding.local import is_sharded
 class Meshes:
     """The device meshes of an optimizer's parameters, and further process groups that the user named.
 
-    Every rank asks the same questions in the same order: each is one collective for every process
-    group, on a few numbers.
+    Every rank must call the same methods in the same order: each is one collective on a few numbers for every process
+    group.
     """
 
     def __init__(self, process_groups: Sequence[Any] = ()) -> None:
-        """process_groups: those over which the job is divided besides, such as the stages of a pipeline."""
+        """process_groups: further groups over which the job is divided, such as the stages of a pipeline."""
         self._meshes: list[Any] = []
         self._further = tuple(process_groups)
 
     def __bool__(self) -> bool:
-        """Whether anything is divided."""
+        """Return whether any parameter, or the job, is divided."""
         return bool(self._meshes or self._further)
 
     def meet(self, parameters: Iterable[Tensor]) -> None:
-        """Take these parameters' meshes in, in order."""
+        """Add the meshes of these parameters, in order."""
         for parameter in parameters:
             if is_sharded(parameter) and parameter.device_mesh not in self._meshes:  # type: ignore[attr-defined]
                 self._meshes.append(parameter.device_mesh)  # type: ignore[attr-defined]
 
     def norm(self, squares: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """The 2-norm of what all ranks have: float64, shape (), the same bits on each rank.
+        """Return the 2-norm over all ranks: float64, shape (), the same bits on each rank.
 
-        squares: of each parameter that has a gradient here, the sum of squares of this rank's part:
-            float64, shape (). What several ranks have is counted once.
+        squares: parameters that have a gradient here, each with the sum of squares of this rank's part: float64,
+            shape (). Elements that several ranks have count once.
         """
         device = self._device()
         sums = torch.zeros(len(self._meshes) + 1, dtype=torch.float64, device=device)
         for parameter, square in squares:
             place = self._meshes.index(parameter.device_mesh) if is_sharded(parameter) else -1  # type: ignore[attr-defined]
             sums[place] += square.to(device, non_blocking=True) / _copies(parameter)
-        # In the order of the meshes, the same on all ranks: else two ranks wait in the collectives of two groups for
-        # ever.
+        # In the order of the meshes, which is the same on all ranks: else two ranks would wait for ever, each in the
+        # collective of another group.
         for group, places in self._groups().items():
             part = sums[places]
             dist.all_reduce(part, group=group)
@@ -59,9 +59,9 @@ class Meshes:
         return total.sqrt()
 
     def any_infinite(self, infinite: bool, scale: float) -> bool:
-        """Whether a gradient is infinite on any rank. scale: the loss scale; the same on all.
+        """Return whether a gradient is infinite on any rank. scale: the loss scale, which must be equal on all.
 
-        Raises RuntimeError on every rank if it is not, for then gradients of several scales were added up.
+        Raises RuntimeError on every rank if it is not, because gradients of different scales were added up.
         """
         anywhere, most, least = self._most([float(infinite), scale, -scale])
         if most != -least:
@@ -72,7 +72,7 @@ class Meshes:
         return anywhere > 0
 
     def agree(self, settings: Mapping[str, int | str], *, stages: bool = True) -> None:
-        """Raise RuntimeError on every rank, naming the first setting that is not the same on all.
+        """Raise RuntimeError on every rank if a setting differs, naming the first one that does.
 
         stages: whether the ranks of further process groups must agree, too.
         """
@@ -97,7 +97,7 @@ class Meshes:
         return most.tolist()
 
     def _groups(self) -> dict[Any, list[int]]:
-        """The process groups of all dimensions of all meshes, each with the positions of its meshes."""
+        """Return the process groups of all dimensions of all meshes, each with the positions of its meshes."""
         groups: dict[Any, list[int]] = {}
         for place, mesh in enumerate(self._meshes):
             for dim in range(mesh.ndim):
@@ -106,7 +106,7 @@ class Meshes:
         return groups
 
     def _device(self) -> torch.device:
-        """Where the collectives' numbers are."""
+        """Return the device of the collectives' tensors."""
         if self._meshes:
             return torch.device(self._meshes[0].device_type)
         backend = dist.get_backend(self._further[0])
@@ -114,7 +114,7 @@ class Meshes:
 
 
 def _copies(parameter: Any) -> int:
-    """How many ranks of its mesh have each element of the parameter."""
+    """Return how many ranks of its mesh have each element of the parameter."""
     if not is_sharded(parameter):
         return 1
     mesh = parameter.device_mesh

@@ -1,4 +1,4 @@
-"""Parameters that were divided after the optimizer was built, in whose place other parameters are trained."""
+"""Finds parameters that user code divided after building the optimizer, so that others are trained in their place."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dos.torch_internals.live_objects import parameters_of_all_modules
 
 
 def find_replaced(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that got no gradient, are no module's any more, and have the shape of a DTensor that is.
+    """Return the parameters without a gradient that no module has, of the shape of a DTensor that a module has.
 
-    So `fully_shard` and `parallelize_module` leave the parameters that they were given. Without this search a model
-    that was divided in part would train in part, silently: steps find gradients on the rest. It looks through all
-    objects of the process if there can be such, which takes some 50 ms: to be asked once.
+    `fully_shard` and `parallelize_module` replace parameters by such DTensors. Without this search a model that was
+    divided in part would silently train in part: steps find gradients of the other parameters. If there can be such
+    parameters, it looks through all objects of the process, which takes some 50 ms: call it once.
     """
     if "torch.distributed.tensor" not in sys.modules or not dist.is_initialized():
         return []

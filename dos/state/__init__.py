@@ -1,1 +1,1 @@
-"""Optimizer state, and where it is."""
+"""Optimizer state, and the memory that has it."""

@@ -16,15 +16,15 @@ from perfmodel.format import MASTER, REST, Field, Format
 from perfmodel.plan import Tier
 
 ALIGNMENT = 256
-"""Bytes; tensors in larger memory begin on such a boundary, as CUDA's own allocations do."""
+"""Tensors in larger memory begin on a multiple of this number of bytes, as CUDA's own allocations do."""
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """Optimizer state of a run of parameters: 1-D tensors on one device.
 
-    fields: by name, those of the format and in its order.
-    blocks: of those whose elements are shared, by how many parameters.
+    fields: the format's fields by name, in its order.
+    blocks: the number of parameters that share an element, by field, where it is not 1.
     """
 
     fields: Mapping[str, Tensor]
@@ -32,29 +32,29 @@ class State:
 
     @property
     def master(self) -> Tensor | None:
-        """The parameters as they are updated, or None where the update goes straight to them."""
+        """The masters of the parameters; None where the update writes to the parameters themselves."""
         return self.fields.get(MASTER)
 
     @property
     def rest(self) -> Tensor | None:
-        """The lower halves of masters whose upper ones are the parameters, or None where they are not split."""
+        """The lower halves of masters whose upper halves are the parameters; None where masters are not split."""
         return self.fields.get(REST)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them, in the order of the format."""
+        """Return all tensors, in the order of the format."""
         return tuple(self.fields.values())
 
     def cut(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of what is of the parameters from start to stop, by name."""
+        """Return views of the fields of the parameters from start to stop, by name."""
         each = ((name, tensor, self.blocks.get(name, 1)) for name, tensor in self.fields.items())
         return {name: tensor[start // n : stop // n] for name, tensor, n in each}
 
     def slice(self, start: int, stop: int) -> State:
-        """The same as a state."""
+        """Return a view of the state of the parameters from start to stop."""
         return State(self.cut(start, stop), self.blocks)
 
     def zero(self) -> None:
-        """Make it the state of parameters that were never updated."""
+        """Set all fields to zero, as for parameters that were never updated."""
         for tensor in self.tensors():
             tensor.zero_()
 
@@ -65,11 +65,11 @@ class State:
 
     @property
     def carved_bytes(self) -> int:
-        """Bytes of a buffer from which a state like this can be carved."""
+        """Bytes of a buffer from which a state like this one can be carved."""
         return sum(aligned(t.nbytes) for t in self.tensors())
 
     def carve(self, buffer: Tensor, alignment: int = ALIGNMENT) -> State:
-        """A state like this one whose tensors lie in `buffer` (1-D uint8), each on a multiple of so many bytes."""
+        """Return a state like this one in `buffer` (1-D uint8), each tensor on a multiple of `alignment` bytes."""
         carved, offset = {}, 0
         for name, tensor in self.fields.items():
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
@@ -78,7 +78,7 @@ class State:
 
 
 def state_copies(destination: State, source: State) -> list[Copy]:
-    """The copies that move a subgroup's state."""
+    """Return the copies that move a subgroup's state."""
     return list(zip(destination.tensors(), source.tensors(), strict=True))
 
 
@@ -88,17 +88,17 @@ class Arena:
     All are of one param group, one dtype and one memory (host or accelerator). Each parameter's state is contiguous,
     in the parameter's own memory order, so `optimizer.state[p]["exp_avg"]` is a view of it.
 
-    device: where the parameters are; None: on the host.
-    rule: by which they are updated. format: what the state consists of.
-    tier: where the state has its home; on the device it is there for good.
-    gradient: staging for gradients on their way from the accelerator, in the parameters' dtype.
-    parameter: staging for new parameters on their way to the accelerator; None where master has their dtype already.
-        Where masters are split it has their upper halves, of the subgroups that the host updates.
-    weights: whether `parameter` is the home of the parameters themselves, which then have no master of their own type.
-    streams: whether they are there now, and on the device only while their block computes. reading: the last copy of
+    device: the accelerator of the parameters; None: they are on the host.
+    rule: updates them. format: the fields of the state.
+    tier: the tier of the state's home; state whose home is the device never leaves it.
+    gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
+    parameter: staging for new parameters to the accelerator; None where the master has their dtype already.
+        Where masters are split it has the upper halves of the subgroups that the host updates.
+    weights: whether `parameter` is the home of the parameters themselves, which then need no master of their type.
+    streams: whether they are at home now, and on the device only while their block computes. reading: the last copy of
         them to the device.
 
-    What lies on the host takes memory when `make` is called for it, or when something is written there.
+    Host memory is allocated when `make` is called for a part, or when a part is written.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Arena:
         part: int = 1,
         weights: bool = False,
     ) -> None:
-        """part: elements of its subgroups, whose host memory is made one by one where they share no pages."""
+        """part: parameters of a subgroup; host memory is allocated subgroup by subgroup where they share no pages."""
         self.dtype = parameters[0].dtype
         self.accelerated = device is not None
         self.tier = tier
@@ -150,20 +150,20 @@ class Arena:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that it takes for good."""
+        """Bytes of device memory of state whose home is the device."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
-        """Make the gradient staging wide enough for gradients of `dtype`, which may differ from the parameters'."""
+        """Replace the gradient staging by one in float32 if it cannot represent gradients of `dtype`."""
         if self.accelerated and self.gradient.dtype not in (dtype, torch.float32):
             self._stage("gradient", torch.float32)
 
     def home(self) -> list[HostTensor]:
-        """The host memory of its state."""
+        """Return the host memory of the state."""
         return list(self._homes.values())
 
     def weights_at_home(self) -> HostTensor:
-        """The host memory of the parameters themselves, where `weights`."""
+        """Return the host memory of the parameters themselves. Only where `weights`."""
         return self._staging["parameter"]
 
     @property
@@ -172,7 +172,7 @@ class Arena:
         return self.format.splits or (self.weights and self.format.master is None)
 
     def staging(self) -> list[HostTensor]:
-        """The host memory of `gradient` and `parameter`."""
+        """Return the host memory of `gradient` and `parameter`."""
         return list(self._staging.values())
 
     def _stage(self, name: str, dtype: torch.dtype) -> None:
@@ -180,7 +180,7 @@ class Arena:
         self._staging[name] = HostTensor(self.numel, dtype, self.device, self._part)
 
     def slice(self, start: int, stop: int) -> State:
-        """A view of the state from start to stop. Remembered, because every step asks for the same ones."""
+        """Return a view of the state from start to stop. Remembered, because every step needs the same views."""
         key = start, stop
         if key not in self._slices:
             self._slices[key] = self.state.slice(start, stop)
@@ -198,10 +198,10 @@ class Arena:
 
 
 def as_transport_dtype(flat: Tensor) -> Tensor:
-    """The tensor as a state dict has it: what is of int16 under a type of 16 bits that collectives know."""
+    """Return the tensor as a state dict has it: int16 as bfloat16, which collectives support."""
     return flat.view(torch.bfloat16) if flat.dtype == torch.int16 else flat
 
 
 def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """The bytes that a tensor of `nbytes` takes in larger memory, such as a slot."""
+    """Return the bytes that a tensor of `nbytes` takes in larger memory, such as a slot."""
     return -(-nbytes // alignment) * alignment

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resident(NamedTuple):
-    """Room of a subgroup's own, and its state there. nbytes: as plans count it, without what alignment adds."""
+    """The room of a resident subgroup, and its state there. nbytes: as plans count it, without alignment."""
 
     buffer: Tensor
     state: State
@@ -29,8 +29,8 @@ class Resident(NamedTuple):
 class DeviceStore:
     """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
 
-    resident: state that has come here to stay, by subgroup. slots: staging buffers of equal size.
-    denied: bytes that were held when an allocation failed, if one has in this step that was not expected to.
+    resident: state that stays here, by subgroup. slots: staging buffers of equal size.
+    denied: the bytes of state here when an allocation failed unexpectedly in this step; None if none has.
     """
 
     def __init__(self, device: Device) -> None:
@@ -45,8 +45,8 @@ class DeviceStore:
 
     @property
     def nbytes(self) -> int:
-        """Of residents and slots together; may be read from any thread."""
-        # Over copies, for the thread that samples memory asks while the caller's changes these.
+        """Bytes of residents and slots together; may be read from any thread."""
+        # Over copies, because the thread that samples memory reads this while the caller's thread changes them.
         return sum(b.nbytes for b in (*(room.buffer for room in list(self.resident.values())), *list(self.slots)))
 
     @property
@@ -55,17 +55,18 @@ class DeviceStore:
         return sum(room.nbytes for room in self.resident.values())
 
     def expect_denials(self, expected: bool) -> None:
-        """A step begins; in one that expects denials, they say nothing about the device's memory."""
+        """Begin a step. expected: whether failed allocations are expected in it, and so not stored in `denied`."""
         self._expected, self.denied = expected, None
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Whether there is room here that is the subgroup's own."""
+        """Return whether the subgroup has room here."""
         return subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Make room for the state of these, uninitialised; from the first on for which there is no memory, those left.
+        """Allocate room for the state of these, uninitialised, until memory runs out; return the subgroups left.
 
-        A failed attempt is expensive: the caching allocator first gives back all that it has, and waits for the device.
+        A failed allocation is expensive: the caching allocator first returns all its unused memory to the device, and
+        waits for it.
         """
         wanted = list(subgroups)
         for place, subgroup in enumerate(wanted):
@@ -76,11 +77,11 @@ class DeviceStore:
         return []
 
     def drop(self, subgroup: Subgroup) -> None:
-        """Free a resident subgroup's memory. Its state has come home; nothing in flight may use it."""
+        """Drop a resident subgroup's room. Its state must be at home, and no transfer in flight may use the room."""
         self.device.free(self.resident.pop(subgroup).buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:
-        """Where the subgroup's state is: in room of its own, or in the slot that it occupies."""
+        """Return the subgroup's state in its room, or in the slot that it occupies."""
         if subgroup.arena.tier is Tier.DEVICE:
             return subgroup.state
         return self.resident[subgroup].state if subgroup in self.resident else self._passing[subgroup]
@@ -92,11 +93,11 @@ class DeviceStore:
         return self.device.copy(Op.PREFETCH, number, [*copies, *beside], after)
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
-        """Have the subgroup's state pass through this slot, until slots are given back."""
+        """Let the subgroup's state pass through this slot, until slots are released."""
         self._passing[subgroup] = subgroup.state.carve(self.slots[slot])
 
     def beside(self, subgroup: Subgroup, slot: int) -> Tensor:
-        """The part of a slot that the subgroup's state does not take."""
+        """Return the part of a slot that the subgroup's state does not take."""
         return self.slots[slot][0 if self.has(subgroup) else subgroup.state.carved_bytes :]
 
     def get_slots(self, count: int, nbytes: int) -> None:
@@ -108,7 +109,7 @@ class DeviceStore:
             self.slots.append(slot)
 
     def free_slots(self) -> None:
-        """Give the slots back. Nothing in flight may use them."""
+        """Release the slots. No transfer in flight may use them."""
         self._passing = {}
         while self.slots:
             self.device.free(self.slots.pop())
@@ -120,6 +121,6 @@ class DeviceStore:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:
                 self._logged, self.denied = True, self.nbytes
-            # As text: with the error itself, a handler that keeps log records would keep this and all its memory.
+            # As text: a handler that stores log records would keep the error alive, and by its frames this store.
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
             return None

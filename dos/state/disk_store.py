@@ -21,14 +21,14 @@ from perfmodel import Lane, Op, Span
 
 
 class DiskJob(ThreadJob):
-    """A read or write under way."""
+    """A read or write in flight."""
 
 
 class DiskStore:
-    """State in files. What comes and goes passes through the windows of the host's store."""
+    """State in files, read and written through the windows of the host's store."""
 
     def __init__(self, device: Device, host: HostStore, folders: Sequence[Path]) -> None:
-        """Raises OSError if a folder cannot be used."""
+        """Open the folders. Raises OSError if one cannot be used."""
         self.space = DiskSpace(folders)
         self._device = device
         self._host = host
@@ -37,7 +37,7 @@ class DiskStore:
         self.renew()
 
     def renew(self) -> None:
-        """Threads for reading and writing; a forked child does not inherit those there were."""
+        """Start threads for reading and writing; a forked child does not inherit the parent's."""
         self.reading, self.writing = (
             ThreadPoolExecutor(1, thread_name_prefix=f"dos-disk-{what}") for what in ("read", "write")
         )
@@ -48,11 +48,11 @@ class DiskStore:
         return self.space.nbytes
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Whether there is room here for the subgroup's state, which may be newer elsewhere."""
+        """Return whether the subgroup has room here; its state may be newer elsewhere."""
         return subgroup in self._extents
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Make room for the state of these, zeros. Raises OSError if there is none."""
+        """Allocate room for the state of these, zeros. Raises OSError if a drive is full."""
         without = [subgroup for subgroup in subgroups if subgroup not in self._extents]
         extents = self.space.allocate([disk_bytes(subgroup) for subgroup in without])
         self._extents.update(zip(without, extents, strict=True))
@@ -60,16 +60,16 @@ class DiskStore:
 
     def drop(self, subgroup: Subgroup) -> None:
         self.hide(subgroup)
-        self.space.free(self._extents.pop(subgroup))
+        self.space.release(self._extents.pop(subgroup))
 
     def fetch(self, subgroup: Subgroup) -> State:
-        """Where the host has what was read."""
+        """Return the subgroup's state on the host after it was read."""
         return self._host.fetch(subgroup)
 
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
-        """Write the subgroup's state, from its window, to which it is brought first if it is at home."""
+        """Write the subgroup's state from its window; copy it there first if it is at home."""
         assert not beside, "gradients do not go to disk"
         window, extent = self._host.windows.of(subgroup), self._extents[subgroup]
         assert window is not None, "the schedule says which one"
@@ -83,12 +83,12 @@ class DiskStore:
         return self._queue(self.writing, Lane.WRITE, Op.WRITE, number, extent.nbytes, write, after)
 
     def load(self, number: int, subgroup: Subgroup, home: State | None, after: Sequence[Job]) -> Job:
-        """Read the subgroup's state into its window, and from there home, if it is to be there."""
+        """Read the subgroup's state into its window, and copy it from there to `home`, if that is given."""
         window, extent = self._host.windows.of(subgroup), self._extents[subgroup]
         assert window is not None, "the schedule says which one"
 
         def read() -> None:
-            self.space.sync_mappings(extent)  # user code may have written to it
+            self.space.sync_mappings(extent)  # user code may have written through a mapping
             self.space.read(extent, window.pages)
             for destination, origin in () if home is None else state_copies(home, window.state):
                 destination.copy_(origin)
@@ -96,7 +96,7 @@ class DiskStore:
         return self._queue(self.reading, Lane.READ, Op.READ, number, extent.nbytes, read, after)
 
     def show(self, subgroup: Subgroup) -> None:
-        """Let users have the state at the addresses of its home. Nothing is in flight."""
+        """Map the state over the addresses of its home, for user code. Nothing may be in flight."""
         extent, start = self._extents[subgroup], 0
         for tensor in subgroup.state.tensors():
             self.space.show(extent, start, tensor.nbytes, tensor.data_ptr())
@@ -104,7 +104,7 @@ class DiskStore:
         self._shown.add(subgroup)
 
     def hide(self, subgroup: Subgroup) -> None:
-        """Let the addresses of its home be memory again, zeros."""
+        """Map zeros over the addresses of its home again, if the state is mapped there."""
         if subgroup in self._shown:
             self._shown.discard(subgroup)
             for tensor in subgroup.state.tensors():
@@ -121,6 +121,7 @@ class DiskStore:
         after: Sequence[Job],
     ) -> Job:
         def run() -> Span:
+            # A window is filled or written only when no earlier job uses it: these jobs read or write its memory.
             for job in after:
                 job.wait()
             with torch.no_grad(), self._device.disk_io(lane, nbytes) as start:

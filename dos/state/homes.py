@@ -1,4 +1,4 @@
-"""Where state has its home: in host memory as far as users allow, else on disk."""
+"""The homes of state: in host memory as far as users allow, else on disk."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _T = TypeVar("_T")
 
 
 class Homes:
-    """The stores that state comes home to.
+    """The stores in which state has its home.
 
     disk: None if users have not chosen any.
-    shown: those of whose state user code was given views since the last step, to which it may write until the next.
+    shown: the subgroups whose state is exposed since the last step: user code may write to it until the next one.
     """
 
     # State gets a home when it first needs one: on the host while there is room, else on disk (`tiers`). A home on the
-    # host stays, for pinning is slow, until gradients or windows need its memory; the state goes to disk then, and
-    # comes through windows from there in each step, or home again where a plan finds room.
+    # host stays, because pinning is slow, until gradients or windows need its memory. The state is then written to
+    # disk, and read through windows in each step, or moved home again where a plan finds room.
     def __init__(self, host: HostStore) -> None:
         self.host = host
         self.disk: DiskStore | None = None
         self.shown: weakref.WeakSet[Subgroup] = weakref.WeakSet()
 
     def open_disk(self, device: Device, folders: Sequence[Path]) -> None:
-        """Have homes in these folders, too. Raises OSError if one cannot be used."""
+        """Add homes in these folders. Raises OSError if one cannot be used."""
         if self.host.limit is None:
             self.host.limit, self.host.shares = host_share(), True
         self.host.spills = True
         self.disk = DiskStore(device, self.host, folders)
 
     def windows_needed(self, subgroups: Iterable[Subgroup]) -> tuple[int, int]:
-        """How many windows there are to be for state of these, if any of it is on disk, and their bytes."""
+        """Return the number of windows that state of these needs, if any of it is on disk, and their bytes."""
         nbytes, limit = window_bytes(subgroups), self.host.limit
         most = WINDOWS if limit is None else (limit - self.host.gradient_bytes) // (2 * nbytes)
         return max(2, min(WINDOWS, most)), nbytes
 
     def tiers(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> dict[Subgroup, Tier]:
-        """Where each has its home, or would get it if all did.
+        """Return the tier of each subgroup's home, or of the home that it would get if all got one.
 
-        every: all on the accelerator. If the host has room for them, there need be none for windows.
+        every: all subgroups on the accelerator. If the host has room for all, windows need none.
         """
         subgroups = list(subgroups)
         tiers = {subgroup: subgroup.arena.tier for subgroup in subgroups}
@@ -63,24 +63,20 @@ class Homes:
         to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
             through = math.prod(self.windows_needed(every))
-        found = self._housed((s for s in homeless if not self.disk.has(s)), through)
+        homes = {s: self.host.home_bytes(s) for s in homeless if not self.disk.has(s)}
+        room = self.host.room - max(0, through - self.host.windows.nbytes)
+        found = housed(dict.fromkeys(homes, 0), homes, room)
         return tiers | {subgroup: Tier.DISK for subgroup in homeless if subgroup not in found}
 
-    def _housed(self, subgroups: Iterable[Subgroup], through: int) -> set[Subgroup]:
-        """See `housed`. through: bytes of windows that there have to be besides."""
-        homes = {subgroup: self.host.home_bytes(subgroup) for subgroup in subgroups}
-        made = {subgroup: self.made_bytes(subgroup) for subgroup in homes}
-        return housed(made, homes, self.host.room - max(0, through - self.host.windows.nbytes))
-
     def made_bytes(self, subgroup: Subgroup) -> int:
-        """Bytes of the subgroup's home that are there."""
+        """Return the bytes of the subgroup's home that are allocated."""
         return self.host.home_bytes(subgroup, made=True) if self.host.houses(subgroup) else 0
 
     def reserve(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> None:
-        """Have homes for these, which may be written to at once: what is there lies there. Nothing is in flight.
+        """Reserve homes for these, which may be written to at once. Nothing may be in flight.
 
-        every: all on the accelerator.
-        Raises MemoryError or OSError if there is no room.
+        every: all subgroups on the accelerator.
+        Raises MemoryError or OSError if host or disk have no room.
         """
         tiers = self.tiers(dict.fromkeys(subgroups), every)
         on_disk = [subgroup for subgroup, tier in tiers.items() if tier is Tier.DISK]
@@ -92,25 +88,25 @@ class Homes:
                 self.disk.show(subgroup)
 
     def reserve_on_host(self, subgroups: Sequence[Subgroup]) -> None:
-        """Have homes on the host for these. Raises MemoryError if there is no room.
+        """Reserve homes on the host for these. Raises MemoryError if the host has no room.
 
-        Beside a disk with what their updates on the host take, which `tiers` counts, too.
+        Where there is a disk, also the memory of their updates on the host, which `tiers` counts, too.
         """
         self.host.reserve(subgroups, subgroups if self.disk is not None else ())
 
     def show(self, subgroups: Iterable[Subgroup]) -> None:
-        """Make state that is at home ready for users, who get views of it. Nothing is in flight.
+        """Expose state at home: user code gets views of it. Nothing may be in flight.
 
-        Raises OSError, DiskError also for state on disk that something else has changed.
+        Raises OSError, and DiskError for state on disk that another program has changed.
         """
-        # Users copy views across parts, and CUDA refuses a copy that crosses the border of two pinned regions.
+        # User code copies views that span parts, and CUDA refuses a copy across the border of two pinned regions.
         self.host.join_homes()
         subgroups = list(subgroups)
         self.shown.update(subgroups)
         self._map(subgroups)
 
     def show_again(self) -> None:
-        """Let what is `shown` be so, some of which has gone to disk since. Nothing is in flight. Raises as `show`."""
+        """Map state that is `shown` and was written to disk since. Nothing may be in flight. Raises as `show`."""
         self._map(self.shown)
 
     def _map(self, subgroups: Iterable[Subgroup]) -> None:
@@ -121,16 +117,16 @@ class Homes:
 
 
 def housed(made: Mapping[_T, int], homes: Mapping[_T, int], room: float) -> set[_T]:
-    """The items that keep a home on the host, or for which it has room, one after the other.
+    """Return the items that keep a home on the host, or get one while there is room, in order.
 
-    made: bytes of each home that are there; 0: it has none. homes: bytes of each when it is whole.
-    room: bytes that may yet be made; below 0 where homes have to go for windows.
+    made: bytes of each home that are allocated; 0: it has none. homes: bytes of each whole home.
+    room: bytes that may still be allocated; below 0 where windows need the memory of homes.
     """
     in_all = room + sum(made.values())
     found = set()
     for each in sorted(made, key=lambda one: not made[one]):
         nbytes = homes[each]
-        more = nbytes - made[each]  # rooms that state moves out of in this step are not free yet
+        more = nbytes - made[each]  # homes that state leaves in this step are not released yet
         if not nbytes or (nbytes <= in_all and (not more or more <= room)):
             found.add(each)
             room, in_all = room - more, in_all - nbytes

@@ -24,13 +24,13 @@ TELL_S = 5.0
 
 
 class HostStore:
-    """State in host memory, and what travels through there: homes, whose memory stays once it is made.
+    """State, gradients and new parameters in host memory. Homes keep their memory once it is allocated.
 
-    limit: bytes that all may take; None: what the host has. shares: whether that is a share of what the host had.
-    windows: through which state on disk passes.
-    keeps_gradients: whether gradients wait here for the step, and not for an update on the host alone.
-    spills: whether what there is no room for goes to disk, as far as it is state.
-    awaited: the arenas whose gradients are counted whether they are there or to come.
+    limit: the most bytes of all; None: the memory that the host has. shares: whether the limit is a share of that.
+    windows: state on disk passes through them.
+    keeps_gradients: whether offloaded gradients stay here until the step, also of subgroups that the device updates.
+    spills: whether state that does not fit is written to disk.
+    awaited: the arenas whose gradients count even before they are here.
     """
 
     def __init__(self, limit: int | None = None, *, keeps_gradients: bool = False) -> None:
@@ -42,78 +42,78 @@ class HostStore:
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
-        """State of which parts were pinned since users last got views of it."""
+        """State of which parts were pinned since it was last exposed."""
 
     @property
     def nbytes(self) -> int:
-        """Host memory that was made."""
+        """Bytes of host memory that are allocated."""
         return sum(tensor.nbytes for tensor in self._tensors) + self.windows.nbytes
 
     def lower_share(self) -> None:
-        """Lower a limit that is a share to what the host has left: another optimizer may have taken from it since."""
+        """Lower a limit that is a share to the memory that is left: another optimizer may have taken some since."""
         if self.shares and self.limit is not None:
             self.limit = self.nbytes + left_of_share(self.limit - self.nbytes)
 
     @property
     def _left(self) -> float:
-        """Bytes that may yet be made of what counts: not that through which gradients pass, which is little."""
+        """Bytes that may still be allocated. Passages of gradients do not count, because they take little."""
         passages = sum(tensor.nbytes for tensor in self._whole)
         return math.inf if self.limit is None else self.limit - self.nbytes + passages
 
     @property
     def room(self) -> float:
-        """Bytes that may yet be made for state, beside gradients that may come."""
+        """Bytes that may still be allocated for state, beside the gradients that are awaited."""
         gradients = [arena.incoming for arena in self.awaited]
         return self._left - sum(max(0, each.tensor.nbytes - each.nbytes) for each in gradients)
 
     @property
     def gradient_bytes(self) -> int:
-        """That awaited gradients may take."""
+        """Bytes that awaited gradients may take."""
         return sum(arena.gradient.nbytes for arena in self.awaited)
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Whether there is room for the subgroup's state, where it has been or is to come."""
+        """Return whether the subgroup has room here: a home, or a window that it keeps."""
         return subgroup in self.windows.kept or self.houses(subgroup)
 
     def houses(self, subgroup: Subgroup) -> bool:
-        """Whether that is its home."""
+        """Return whether the subgroup has its home here."""
         return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
 
     def stages(self, subgroup: Subgroup) -> bool:
-        """Whether its gradients can travel through here."""
+        """Return whether the staging of its gradients is allocated."""
         return subgroup.arena.incoming.has(subgroup.start, subgroup.stop)
 
     def reserve(self, subgroups: Iterable[Subgroup], updated: Iterable[Subgroup] = ()) -> list[Subgroup]:
-        """Make room for the state of some subgroups, and for gradients and parameters of those that are updated here.
+        """Allocate homes of subgroups, and the staging of gradients and parameters of the subgroups in `updated`.
 
-        Raises MemoryError, before any is made, if the host has not enough: state has no other place to go.
+        Raises MemoryError, before any is allocated, if the host has too little: state has no other place.
         """
         wanted = [(tensor, s) for s in subgroups for tensor in s.arena.home()]
         self.make([*wanted, *((tensor, s) for s in updated for tensor in s.arena.staging())])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
-        """Make room for gradients that come from these. Raises as `reserve`."""
+        """Allocate the staging of gradients of these. Raises as `reserve`."""
         self.make((s.arena.incoming, s) for s in subgroups)
 
     def drop(self, subgroup: Subgroup) -> None:
-        """Give a home back. Only for one on disk: pinning takes 0.2 to 0.4 s per GB, so others stay."""
+        """Drop a home. Only for state on disk: pinning takes 0.2 to 0.4 s per GB, so all other homes stay."""
         for tensor in self._own(subgroup):
             tensor.release(subgroup.start, subgroup.stop)
-        # Staged parameters go with the home: masters must not be joined with the zeros that come in their place.
+        # Staged parameters are released with the home: an update must not join masters with the zeros left there.
         subgroup.newest.clear()
 
     def home_bytes(self, subgroup: Subgroup, *, made: bool = False) -> int:
-        """Bytes of a home with what updates there take. made: those that `drop` gives back."""
+        """Return the bytes of a home and of updates there. made: only bytes that `drop` would release."""
         own = (t for t in self._own(subgroup) if not made or t.has(subgroup.start, subgroup.stop))
         parts = ((t, *t.part(subgroup.start, subgroup.stop)) for t in own)
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
-        """The memory that goes with its home: not gradients that may wait for the step, nor weights that stream."""
+        """Return the memory that is dropped with the home: not gradients that stay for the step, nor weights."""
         arena = subgroup.arena
         kept = [arena.incoming] if self._keeps_gradients else []
-        if arena.streams:  # the parameters themselves are there
+        if arena.streams:  # this is the home of the parameters themselves
             kept.append(arena.weights_at_home())
         return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
@@ -122,7 +122,7 @@ class HostStore:
         return subgroup.state if window is None else window.state
 
     def make_windows(self, count: int, nbytes: int, device: Device) -> None:
-        """Make windows of so many bytes. Raises MemoryError if the host has not enough memory for them."""
+        """Allocate `count` windows of `nbytes` each. Raises MemoryError if the host has too little memory."""
         self._check(count * nbytes - self.windows.nbytes)
         self.windows.make(count, nbytes, device)
 
@@ -134,7 +134,7 @@ class HostStore:
         return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *beside], after)
 
     def prepare(self, subgroups: Iterable[Subgroup]) -> None:
-        """Make one more part of what these need once their state leaves the device, if the host has memory for it."""
+        """Allocate one more part of the homes of these, before state leaves the device, if the host has the memory."""
         for s in subgroups:
             for tensor in (*s.arena.home(), *s.arena.staging()):
                 if not tensor.has(s.start, s.stop):
@@ -143,7 +143,7 @@ class HostStore:
                     return
 
     def reserve_whole(self, tensor: HostTensor) -> None:
-        """Make all of a tensor that is of no subgroup. Raises as `reserve`."""
+        """Allocate a passage, which belongs to no subgroup and does not count. Raises as `reserve`."""
         check_host_memory(tensor.tensor.nbytes, spills=self.spills)
         tensor.allow_huge_pages(0, len(tensor.tensor))
         tensor.make(0, len(tensor.tensor))
@@ -151,14 +151,15 @@ class HostStore:
         self._whole.add(tensor)
 
     def hold(self, tensor: HostTensor) -> None:
-        """Make all of a tensor that holds weights without state. Raises as `reserve`."""
+        """Allocate a tensor of weights without state. Raises as `reserve`."""
         self._check(tensor.tensor.nbytes)
         tensor.allow_huge_pages(0, len(tensor.tensor))
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
 
     def join_homes(self) -> None:
-        """Make state ready for users, who copy views of it that span subgroups. No step may be in flight."""
+        """Pin neighbouring parts as one, because user code copies views that span them. No step may be in flight."""
+        # A copy that spans two pinned regions is refused by CUDA, and user code does not know their borders.
         while self._apart:
             self._apart.pop().join()
 
@@ -173,12 +174,12 @@ class HostStore:
         check_host_memory(nbytes, spills=self.spills)
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
-        """Make what these tensors have of these subgroups. Raises as `reserve`."""
+        """Allocate the parts of these tensors that belong to these subgroups. Raises as `reserve`."""
         missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
             self._check(total)
-            # Of all before any is made: two neighbours share a huge page only if both may have it by then.
+            # For all parts first: two neighbours share a huge page only if both may have one when it is allocated.
             for tensor, first, last in missing:
                 tensor.allow_huge_pages(first, last)
             began = told = time.perf_counter()

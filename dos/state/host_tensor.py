@@ -1,4 +1,4 @@
-"""Tensors on the host that take memory part by part."""
+"""Tensors on the host whose memory is allocated part by part."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dos.devices.pinned import lazy_zeros, use_huge_pages
 
 
 class HostTensor:
-    """1-D zeros on the host whose memory is made part by part, each of them pinned.
+    """1-D zeros on the host whose memory is allocated and pinned part by part.
 
-    nbytes: that were made. shown: whether users get views of it.
+    nbytes: the bytes that are allocated. shown: whether user code gets views of it.
     """
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1, *, shown: bool = False
     ) -> None:
-        """For so many parameters.
+        """Map the addresses of `numel` parameters, without memory.
 
-        part: parameters of each, the last shorter. Parts that share pages are made all together.
+        part: parameters of each part but the last one. Parts that share pages are allocated all together.
         block: parameters to one element.
         """
         self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
@@ -34,19 +34,19 @@ class HostTensor:
         self._pinned: list[tuple[int, int]] = []
 
     def part(self, start: int, stop: int) -> tuple[int, int]:
-        """The elements that are made together with those of these parameters, from where to where."""
+        """Return the first and last element that are allocated together with the elements of these parameters."""
         return (start // self._block, stop // self._block) if self._parted else (0, len(self.tensor))
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether the memory of these parameters was made."""
+        """Return whether the memory of these parameters is allocated."""
         return start == stop or self.part(start, stop) in self._made
 
     def allow_huge_pages(self, first: int, last: int) -> None:
-        """Let a part that will be made share huge pages with neighbours that were allowed to."""
+        """Let a part that will be allocated share huge pages with neighbours that may have them."""
         use_huge_pages(self.tensor[first:last])
 
     def make(self, first: int, last: int) -> None:
-        """Make the memory of a part."""
+        """Allocate and pin the memory of a part."""
         made = self.tensor[first:last]
         self._device.pin(made)
         self._made.add((first, last))
@@ -54,12 +54,12 @@ class HostTensor:
         self.nbytes += made.nbytes
 
     def release(self, start: int, stop: int) -> None:
-        """Give the memory of these parameters back, if that is a part of its own. Nothing in flight may use it."""
+        """Release the memory of these parameters, if it is a part of its own. No transfer in flight may use it."""
         part = self.part(start, stop)
         if not self._parted or part not in self._made:
             return
         first, last = part
-        # CUDA unregisters only what one call has registered: neighbours in it are unpinned, too, and pinned again.
+        # CUDA unregisters only whole regions as they were registered: neighbours are unpinned, and pinned again.
         whole = next(region for region in self._pinned if region[0] <= first and last <= region[1])
         self._pinned.remove(whole)
         self._device.unpin(self.tensor[slice(*whole)], self.tensor[first:last])
@@ -67,13 +67,13 @@ class HostTensor:
             if region[0] < region[1]:
                 self._device.pin(self.tensor[slice(*region)])
                 self._pinned.append(region)
-        # A huge page would take it again with its neighbours.
+        # Else a huge page of its neighbours would take the memory again.
         use_huge_pages(self.tensor[first:last], use=False)
         self._made.remove(part)
         self.nbytes -= self.tensor[first:last].nbytes
 
     def join(self) -> None:
-        """Pin neighbours anew as one, for users copy views across parts as a whole. Nothing in flight may use them."""
+        """Pin neighbours anew as one: user code copies views that span them. No transfer in flight may use them."""
         joined: list[tuple[int, int]] = []
         for first, last in sorted(self._pinned):
             if joined and joined[-1][1] == first:

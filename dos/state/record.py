@@ -1,4 +1,4 @@
-"""One parameter: where it lies in memory, where its state lies in an arena, and what was last seen of both."""
+"""One parameter's record: its memory, the place of its state in an arena, and both as they were last seen."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from perfmodel.format import scale_shape
 
 
 class ParameterRecord:
-    """One parameter's place: its flat memory, its slice of the arena, and what was last seen of it.
+    """One parameter's flat memory, its slice of the arena, and its version and address as they were last seen.
 
-    parameter: as users have it. sharded: whether that is a DTensor.
+    parameter: the user's tensor. sharded: whether it is a DTensor.
     leaf: the tensor whose gradient backward writes: the parameter, or its copy on the device where weights stream.
-    local: what this rank has of it, which is what is updated; all other figures are of that.
-    kind: of `local`, which must not change. layout: of that, in whose order the state has its elements.
-    number: of the record among those of its optimizer.
-    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if that is not its values in a row: it has gaps,
-        or is lazily negated (see `stand_in`).
-    version, data_ptr: of the parameter after our last write; anything else means that user code wrote to it.
+    local: this rank's part of the parameter, which is updated; all other fields describe it.
+    kind: its device, dtype, shape and layout, which must not change. layout: the order of its axes in memory, in which
+        the state has its elements.
+    number: the record's position among all records of its optimizer.
+    flat: 1-D alias of the parameter's memory, or a contiguous stand-in if the parameter has gaps or is lazily negated
+        (see `stand_in`).
+    version, data_ptr: of the parameter after our last write; other values mean that user code wrote to it.
     bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: it is not needed.
-    rewritten: whether its bits were found to be others.
-    views: what `optimizer.state[p]` holds beside the step: live views of the state, shaped like the parameter.
-    step: what it holds as the step. count: the steps, which may be ahead of that.
-    fresh: whether the state is zero, because nothing was ever written there.
+    rewritten: whether other bits were found.
+    views: the values of `optimizer.state[p]` beside the step: live views of the state, shaped like the parameter.
+    step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
+    fresh: whether the state is zero, because it was never written.
     """
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
@@ -67,7 +68,7 @@ class ParameterRecord:
 
     @property
     def gradient(self) -> Tensor | None:
-        """This rank's part of the gradient that backward has left."""
+        """This rank's part of the gradient in `leaf.grad`."""
         gradient = self.leaf.grad
         return local(gradient) if self.sharded and gradient is not None else gradient
 
@@ -77,10 +78,10 @@ class ParameterRecord:
         return self.arena.slice(self.offset, self.offset + self.numel)
 
     def locate(self) -> None:
-        """Follow the parameter's memory if it was replaced, and read it if only a stand-in can be updated."""
+        """Follow the parameter's memory if it was replaced; copy its values if a stand-in is updated."""
         if self.moved():
-            self.data_ptr = -1  # until it was updated there
-            # Held, so that no other memory can have its address, by which `moved` knows it.
+            self.data_ptr = -1  # until the parameter was updated there
+            # A reference, so that no other memory can get the address, by which `moved` compares.
             self._memory = self.local.detach()
             alias = flat_alias(self._memory)
             self.stand_in = alias is None
@@ -89,7 +90,7 @@ class ParameterRecord:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
 
     def relocate(self, *, written: bool) -> None:
-        """Follow the parameter to where its optimizer has moved it. written: whether user code changed it before."""
+        """Follow the parameter after the optimizer has moved it. written: whether user code changed it before."""
         _, self._dtype, self._shape, self.layout = self.kind = kind_of(self.local)
         self.locate()
         self.saw()
@@ -97,7 +98,7 @@ class ParameterRecord:
             self.version = -1
 
     def moved(self) -> bool:
-        """Whether the parameter's memory is another, or seen otherwise, than after our last write."""
+        """Return whether the parameter has other memory or other strides than after our last write."""
         p = self.local
         return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
@@ -107,13 +108,13 @@ class ParameterRecord:
         return not self.stand_in and self._memory.data_ptr() != self.local.data_ptr()
 
     def changed(self) -> bool:
-        """Whether user code wrote to the parameter, or replaced its memory, since `saw`."""
+        """Return whether user code wrote to the parameter, or replaced its memory, since `saw`."""
         return self.rewritten or self.version != version(self.parameter) or self.moved()
 
     def settled(self, gradient: Tensor | None) -> bool:
-        """Whether there is nothing to look into: the parameter is as the last step left it, the gradient like the last.
+        """Return whether the parameter is unchanged since the last step, and the gradient is like the last one.
 
-        Then it can be used where it lies. None: it is not with the parameter.
+        Both can then be used in place without a further check. gradient: None if it was offloaded.
         """
         p = self.local
         return (
@@ -132,13 +133,13 @@ class ParameterRecord:
                     and gradient.stride() == self._strides
                     and gradient.shape == self._shape
                     and not gradient.is_neg()
-                    and gradient.data_ptr() != 0  # as of a zero tensor, which has no memory
+                    and gradient.data_ptr() != 0  # zero tensors of forward-mode AD have no memory
                 )
             )
         )
 
     def remember_gradient(self, gradient: Tensor | None) -> None:
-        """Everything about the parameter and this gradient was looked into."""
+        """Remember the dtype of a gradient that was checked, for `settled`."""
         self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
 
     def saw(self) -> None:
@@ -151,18 +152,18 @@ class ParameterRecord:
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
 
     def write_back(self) -> None:
-        """Bring a stand-in's new values to the parameter."""
+        """Copy a stand-in's new values to the parameter."""
         self.local.detach().copy_(self.flat.view(self.local.shape))
 
     def flat_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient as 1-D tensor in the order of `flat`; a copy only where its layout differs."""
+        """Return the gradient as a 1-D tensor in the order of `flat`; a copy only where its layout differs."""
         gradient = gradient.detach().resolve_neg()  # the sign of a lazily negated tensor is not in its memory
-        if is_zero_tensor(gradient):  # which has no memory at all
+        if is_zero_tensor(gradient):  # it has no memory at all
             gradient = torch.zeros_like(self.local, dtype=gradient.dtype)
         return (gradient if self.layout is None else gradient.permute(self.layout)).contiguous().view(-1)
 
     def is_adopted(self, entry: Mapping[str, object]) -> bool:
-        """Whether an entry of the optimizer's state holds exactly the live views, and no other state."""
+        """Return whether an entry of the optimizer's state has exactly the live views, and no other state."""
         others = len(entry) > len(self.views) + 1  # beside the step
         return all(
             entry.get(key) is view and local(view).data_ptr() == self._addresses[key]
@@ -170,36 +171,36 @@ class ParameterRecord:
         ) and not (others and any(key in entry for key in self.arena.rule.keys if key not in self.views))
 
     def adopt_step(self, step: Tensor) -> None:
-        """Count from what the entry holds as the step."""
+        """Count from the step of an entry."""
         self.step, self.count = step, float(step)
         self.saw_step()
 
     def saw_step(self) -> None:
-        """Remember the step's tensor as it is now, with what was counted."""
+        """Remember the step's tensor as it is now, and the count."""
         self._step_version, self._step_written = version_counter(self.step), self.count
 
     def write_step(self) -> None:
-        """Bring what was counted to the step's tensor."""
+        """Write the count to the step's tensor."""
         if self.count != self._step_written:
             self.step.fill_(self.count)
             self.saw_step()
 
     def intact(self, entry: Mapping[str, object]) -> bool:
-        """Whether an entry holds exactly what the last step left there."""
+        """Return whether an entry is unchanged since the last step."""
         step = self.step
         seen = entry.get("step") is step and version_counter(step) == self._step_version
         return seen and float(step) == self.count and self.is_adopted(entry)
 
     def renew_views(self) -> None:
-        """Take back a view whose memory a user has replaced (`view.data = ...`), with the values it was given."""
+        """Restore the memory of views that user code has replaced (`view.data = ...`), with the new values."""
         for key, view in list(self.views.items()):
             if local(view).data_ptr() != self._addresses[key]:
                 fresh = local(self.make_views()[key])
-                fresh.copy_(local(view).detach().to(fresh.device))  # as `write_entry` does
+                fresh.copy_(local(view).detach().to(fresh.device))  # as in `write_entry`
                 local(view).data = fresh
 
     def make_views(self) -> dict[str, Tensor]:
-        """The arena's tensors by the names that they have in a state dict, divided as the parameter is."""
+        """Return the arena's tensors by their names in a state dict, divided over ranks as the parameter is."""
         views = {}
         self._addresses = {}
         for field in self.arena.format.fields:
@@ -213,7 +214,7 @@ class ParameterRecord:
         return views
 
     def shaped(self, flat: Tensor) -> Tensor:
-        """A view of what is in the order of `flat`, shaped like this rank's part of the parameter."""
+        """Return a view of a tensor in the order of `flat`, shaped like this rank's part of the parameter."""
         if self.layout is None:
             return flat.view(self._shape)
         places = [self.layout.index(axis) for axis in range(len(self.layout))]
@@ -221,7 +222,7 @@ class ParameterRecord:
 
 
 def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> list[ParameterRecord]:
-    """Places for the parameters, one after the other, in the arena that was made for them.
+    """Return records of the parameters, one after the other in the arena that was made for them.
 
     first: the number of the first record.
     """
@@ -231,7 +232,7 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
 
 
 def step_of(entry: Mapping[str, Any]) -> Tensor:
-    """The step that the entry has, as a float32 scalar on the host that counts writes; 0 if it has none."""
+    """Return the entry's step as a float32 scalar on the host that counts writes; 0 if it has none."""
     step = entry.get("step", 0.0)
     usable = isinstance(step, Tensor) and step.device.type == "cpu" and step.dtype == torch.float32
     if not usable or step.ndim or step.is_inference():
@@ -240,18 +241,18 @@ def step_of(entry: Mapping[str, Any]) -> Tensor:
 
 
 Layout = tuple[int, ...] | None
-"""The axes in the order in which they lie in memory, those of length 1 last; None: in their own, or there are gaps."""
+"""The axes in their order in memory, axes of length 1 last; None: the tensor is contiguous, or has gaps."""
 
 
 def kind_of(tensor: Tensor) -> tuple[torch.device, torch.dtype, torch.Size, Layout]:
-    """The properties of a parameter that must stay as they were when it got its record."""
+    """Return the properties of a parameter that must not change once it has a record."""
     return tensor.device, tensor.dtype, tensor.shape, _layout(tensor)
 
 
 def flat_alias(tensor: Tensor) -> Tensor | None:
-    """A 1-D view of the tensor's elements in memory order.
+    """Return a 1-D view of the tensor's elements in memory order.
 
-    None if that is not what its memory holds: with gaps or overlaps, or lazily negated.
+    None if its memory has gaps or overlaps, or the tensor is lazily negated.
     """
     if tensor.is_neg() or not is_dense(tensor):
         return None
@@ -259,7 +260,7 @@ def flat_alias(tensor: Tensor) -> Tensor | None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill a piece of memory, in whatever order."""
+    """Return whether the tensor's elements fill a piece of memory, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -273,7 +274,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _layout(tensor: Tensor) -> Layout:
-    """How the tensor's elements lie in memory."""
+    """Return the layout of the tensor's elements in memory."""
     if tensor.is_contiguous() or flat_alias(tensor) is None:
         return None
     strides, shape = tensor.stride(), tensor.shape

@@ -1,4 +1,4 @@
-"""The memory that holds optimizer state: one store for each tier. Where state is, the ledger says."""
+"""The memory of optimizer state: one store for each tier. The ledger knows where state is."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Store(Protocol):
     """Memory of one tier, and the copies that fill it."""
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Whether there is room here that is the subgroup's own."""
+        """Return whether the subgroup has room here."""
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Make room for the state of these. Returns those for which there is none, if that can be elsewhere."""
+        """Allocate room for the state of these; return the subgroups without, where their state may be elsewhere."""
 
     def drop(self, subgroup: Subgroup) -> None:
-        """Release the subgroup's room. Its state is elsewhere; nothing in flight may use the room."""
+        """Drop the subgroup's room. Its state must be elsewhere, and no transfer in flight may use the room."""
 
     def fetch(self, subgroup: Subgroup) -> State:
-        """The subgroup's room, from which another store can copy."""
+        """Return the subgroup's state in its room here, from which another store can copy."""
 
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
-        """Copy the subgroup's state here once all of `after` have ended; there is room.
+        """Copy the subgroup's state to its room here, once all of `after` have ended.
 
-        number: of the subgroup in the plan. beside: further copies over the same link.
+        number: the subgroup's position in the plan. beside: further copies over the same link.
         """
 
 
@@ -54,10 +54,7 @@ class Stores:
     def copy(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
-        """Issue the copy of a subgroup's state from one tier's room to another's, once all of `after` have ended.
-
-        Arguments: see `Store.store`.
-        """
+        """Issue the copy of a subgroup's state from one tier's room to another's. Arguments: see `Store.store`."""
         source = self.of[move.source].fetch(subgroup)
         if self.disk is not None and move.source is Tier.DISK:
             return self.disk.load(number, subgroup, source if self.host.houses(subgroup) else None, after)

@@ -1,4 +1,4 @@
-"""Arenas cut into subgroups, and which pieces of parameters lie in each."""
+"""Arenas cut into subgroups, and the pieces of parameters in each."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from perfmodel import SubgroupLoad
 from perfmodel.format import BYTES
 
 _ROUNDED_FROM, _ROUNDING = 1 << 20, mmap.PAGESIZE // min(BYTES.values())
-"""Parameters of a subgroup from which its size is rounded up, and to a multiple of how many.
+"""The least size of a subgroup that is rounded up, and the number of which it is then a multiple, both in parameters.
 
-So a subgroup begins on a page, and its host memory is made and pinned without its neighbours'. And
-the part of a tensor that begins with it lies where a GPU loads 16 bytes at once. A tensor whose
-length is no multiple of that still misaligns those behind it.
+A rounded subgroup begins on a page, so that its host memory is allocated and pinned without its neighbours', and the
+part of a tensor at its start is aligned for GPU loads of 16 bytes. A tensor whose length is no multiple of 16 bytes
+still misaligns the tensors behind it.
 """
 
 
@@ -43,11 +43,11 @@ class Piece:
 
     @property
     def run(self) -> slice:
-        """Its elements within the subgroup."""
+        """The slice of its elements within the subgroup."""
         return slice(self.start, self.stop)
 
     def of_parameter(self, flat: Tensor) -> Tensor:
-        """This piece of a tensor that is as long as the parameter."""
+        """Return this piece of a tensor that is as long as the parameter."""
         return flat[self.parameter_start : self.parameter_start + self.numel]
 
 
@@ -56,10 +56,9 @@ class Subgroup:
     """A contiguous run of an arena, updated as one unit.
 
     start, stop: within the arena.
-    batches: its updates by place, with the addresses to which each has followed; to be cleared when the memory of a
-        parameter is another.
-    newest: the pieces whose newest parameters are staged on the host. Of use where masters are split,
-        which the host updates from there.
+    batches: batches of its updates by placement, with the addresses to which each has followed; cleared when the memory
+        of a parameter is replaced.
+    newest: the pieces whose newest parameters are staged on the host, where the host updates split masters with them.
     """
 
     arena: Arena
@@ -75,7 +74,7 @@ class Subgroup:
 
     @cached_property
     def numbers(self) -> list[int]:
-        """Of the records to which its pieces belong."""
+        """The numbers of the records of its pieces."""
         return [piece.record.number for piece in self.pieces]
 
     @cached_property
@@ -100,12 +99,12 @@ class Subgroup:
 
     @property
     def offloaded_gradient_bytes(self) -> int:
-        """Bytes of a slot that takes its gradients as they are on the host."""
+        """Bytes of a slot for its gradients as they are on the host."""
         return aligned(self.numel * self.arena.gradient.itemsize)
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of a slot that takes these gradients, with the weights where those stream."""
+        """Bytes of a slot for these gradients, and for the weights where they stream."""
         return self.offloaded_gradient_bytes + self.weight_bytes * self.arena.streams
 
     @property
@@ -114,28 +113,29 @@ class Subgroup:
         return aligned(self.numel * self.arena.dtype.itemsize)
 
     def load(self) -> SubgroupLoad:
-        """Its bytes on every lane."""
+        """Return its bytes on every lane."""
         return SubgroupLoad.of(self.numel, self.arena.format, on_cpu=self.arena.rule.on_cpu)
 
 
 def rounded(subgroup_size: int) -> int:
-    """Parameters of a subgroup: a large size is rounded up a little."""
+    """Return the size of a subgroup in parameters: a large size is rounded up a little."""
     return subgroup_size if subgroup_size < _ROUNDED_FROM else -(-subgroup_size // _ROUNDING) * _ROUNDING
 
 
 def split(arena: Arena, records: Sequence[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
-    """The arena as subgroups of `subgroup_size` parameters, the last shorter: large tensors are split, small share.
+    """Cut the arena into subgroups of `subgroup_size` parameters; the last one may be shorter.
 
-    Where the rule updates parameters as a whole none is split: a subgroup is larger if its first parameter is.
-    records: all of the arena, in order. subgroup_size: see `rounded`; where parameters share elements of the state,
-        a multiple of as many.
+    Large tensors are divided, small ones share a subgroup. Where the rule updates parameters as a whole none is
+    divided: a subgroup is larger if its first parameter is.
+    records: all records of the arena, in order. subgroup_size: see `rounded`; it is rounded up to a multiple of the
+        format's block.
     """
     block = arena.format.block
     size = -(-rounded(subgroup_size) // block) * block
     cuts = range(size, arena.numel + size, size)
     ends = list(_ends_of_whole(records, size)) if arena.rule.whole else [min(cut, arena.numel) for cut in cuts]
     pieces: list[list[Piece]] = [[] for _ in ends]
-    number = start = 0  # of the subgroup, and where it begins
+    number = start = 0  # the subgroup's number, and its begin
     for record in records:
         first, end = record.offset, record.offset + record.numel
         while first < end:
@@ -151,7 +151,7 @@ def split(arena: Arena, records: Sequence[ParameterRecord], subgroup_size: int) 
 
 
 def _ends_of_whole(records: Iterable[ParameterRecord], size: int) -> Iterator[int]:
-    """Where subgroups end that have whole parameters, `size` elements at most, or one parameter."""
+    """Yield the ends of subgroups of whole parameters, with `size` elements at most or one parameter."""
     start = end = 0
     for record in records:
         if start < end and end + record.numel - start > size:

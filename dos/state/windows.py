@@ -1,4 +1,4 @@
-"""Windows: host memory through which state passes that rests on disk."""
+"""Windows: host memory through which state on disk passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dos.state.subgroup import Subgroup
 class Window(NamedTuple):
     """The contents of a window while a subgroup has it.
 
-    pages: the state as it is on disk, 1-D uint8; state: the same by fields.
-    gradient, parameter: room for gradients and new parameters on their way, as `Subgroup` has it at home.
+    pages: the state as it is on disk, 1-D uint8; state: the same memory by fields.
+    gradient, parameter: staging for gradients and new parameters, in place of the subgroup's own.
     """
 
     pages: Tensor
@@ -29,13 +29,13 @@ class Window(NamedTuple):
 
 
 def disk_bytes(subgroup: Subgroup) -> int:
-    """Bytes of the subgroup's state on disk, where each field begins on a page, as it does in a window."""
+    """Return the bytes of the subgroup's state on disk, where each field begins on a page, as in a window."""
     return sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors())
 
 
 def window_bytes(subgroups: Iterable[Subgroup]) -> int:
-    """Bytes of a window that takes any one of these."""
-    # Asked in every step, so of the largest of each arena alone.
+    """Return the bytes of a window that is large enough for each of these."""
+    # Only the largest subgroup of each arena, because every step calls this.
     largest = {s.arena: s for s in sorted(subgroups, key=lambda s: s.numel)}.values()
     tensors = ((*s.state.tensors(), s.gradient, None if s.arena.streams else s.parameter) for s in largest)
     return max((sum(aligned(t.nbytes, PAGE) for t in each if t is not None) for each in tensors), default=0)
@@ -44,7 +44,7 @@ def window_bytes(subgroups: Iterable[Subgroup]) -> int:
 class Windows:
     """Windows of equal size, pinned.
 
-    kept: what stays there between steps, by subgroup: state that is newer than that on disk.
+    kept: the numbers of windows by subgroup, where a window keeps state between steps that is newer than on disk.
     """
 
     def __init__(self) -> None:
@@ -54,17 +54,17 @@ class Windows:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all."""
+        """Bytes of all windows."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def fit(self, count: int, nbytes: int) -> bool:
-        """Whether there are so many windows of so many bytes."""
+        """Return whether there are `count` windows of `nbytes` each, or more."""
         return len(self._buffers) >= count and all(buffer.nbytes >= nbytes for buffer in self._buffers)
 
     def make(self, count: int, nbytes: int, device: Device) -> None:
-        """Make so many windows in place of those there are, in which nothing is kept."""
+        """Allocate windows in place of the present ones, none of which may be `kept`."""
         assert not self.kept, "it would be lost"
-        # The old ones go first: the host may not have room for both.
+        # The old windows are released first, because the host may not have memory for both.
         self._buffers, self._entered = [], {}
         for _ in range(count):
             buffer = lazy_zeros(aligned(nbytes, PAGE), torch.uint8)
@@ -72,11 +72,11 @@ class Windows:
             self._buffers.append(buffer)
 
     def enter(self, subgroup: Subgroup, number: int) -> Window:
-        """Let the subgroup have a window."""
+        """Give a window to the subgroup."""
         buffer, pages = self._buffers[number], disk_bytes(subgroup)
         gradient, parameter = subgroup.gradient, subgroup.parameter
         room = buffer[pages : pages + gradient.nbytes].view(gradient.dtype)
-        # Weights that stream have their home on the host whatever the state does.
+        # Weights that stream have their home on the host, wherever the state is.
         beside = parameter if subgroup.arena.streams else None
         if parameter is not None and beside is None:
             beside = buffer[pages + aligned(gradient.nbytes, PAGE) :][: parameter.nbytes].view(parameter.dtype)
@@ -85,14 +85,14 @@ class Windows:
         return window
 
     def of(self, subgroup: Subgroup) -> Window | None:
-        """The one in which the subgroup's state is in this step, or was before it."""
+        """Return the window of the subgroup's state in this step or before it; None if it has none."""
         return self._entered.get(subgroup)
 
     def begin(self) -> None:
-        """A step begins: only what is kept has windows yet."""
+        """Begin a step, in which only subgroups that are `kept` have windows at first."""
         self._entered = {subgroup: self._entered[subgroup] for subgroup in self.kept}
 
     def leave(self, subgroup: Subgroup) -> None:
-        """The subgroup's state is elsewhere, or of no use any more."""
+        """Take the window away from a subgroup whose state is elsewhere or of no use."""
         self.kept.pop(subgroup, None)
         self._entered.pop(subgroup, None)

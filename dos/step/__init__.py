@@ -1,1 +1,1 @@
-"""One step: what it does, memory for it, issuing it, waiting for it."""
+"""One step: its updates, its memory, issuing it and waiting for it."""

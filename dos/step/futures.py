@@ -10,12 +10,12 @@ _T = TypeVar("_T")
 
 
 def resolve(future: Future[_T], result: _T) -> None:
-    """Give the future its result, unless it is answered."""
+    """Set the result of the future, unless it is answered."""
     with suppress(InvalidStateError):
         future.set_result(result)
 
 
 def reject(future: Future[_T], error: BaseException) -> None:
-    """Let the future raise the error, unless it is answered."""
+    """Set the exception of the future, unless it is answered."""
     with suppress(InvalidStateError):
         future.set_exception(error)

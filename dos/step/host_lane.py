@@ -1,4 +1,4 @@
-"""The threads that update on the host: the CPU lane, and one for parameters that are there."""
+"""The threads that update on the host: the CPU lane, and one for parameters on the host."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from perfmodel import Lane, Op, Span
 class Turn(NamedTuple):
     """One subgroup's update on the host.
 
-    number: of the subgroup in the plan.
-    ready: the jobs that bring its gradients, and its state if that was elsewhere.
-    after: those before whose end its parameters may not be overwritten.
-    done: receives the job that brings the new ones to the device, or has updated them at home, or what went wrong.
+    number: the subgroup's position in the plan.
+    ready: the jobs that copy its gradients to the host, and its state if that was elsewhere.
+    after: the jobs that still read its old parameters on the device: the upload waits for them.
+    done: receives the job that copies new parameters to the device, or has updated them at home, or the exception.
     """
 
     number: int
@@ -37,11 +37,12 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """The turns of one step, taken by several threads while others are still handed over.
+    """The turns of one step. Several threads take them while the caller still hands over later ones.
 
-    They update one at a time, in their order.
+    Turns update one at a time, in their order.
 
-    error: the first that a turn or the step met; no turn begins after it. whole: whether all of the step was issued.
+    error: the first exception of a turn or the step; no turn begins after it. whole: whether all of the step was
+        issued.
     """
 
     def __init__(self) -> None:
@@ -53,26 +54,26 @@ class Turns:
         self._given = self._updated = self._ended = 0
 
     def give(self, turn: Turn) -> None:
-        """Hand over the next one."""
+        """Hand over the next turn."""
         with self._changed:
             self._waiting.append(turn)
             self._given += 1
             self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Say that there are no more. error: why the step has failed."""
+        """Hand over no more turns. error: the exception with which the step has failed."""
         with self._changed:
             self._closed, self.whole = True, error is None
             self.error = self.error or error
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Block until all turns that were given have ended."""
+        """Block until all turns that were handed over have ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended == self._given)
 
     def take(self) -> tuple[int, Turn] | None:
-        """Return the next turn with its place among all, once it is handed over; None: there are no more."""
+        """Wait for the next turn, and return it with its place among all; None if no more follow."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
@@ -81,7 +82,7 @@ class Turns:
 
     @contextmanager
     def place(self, place: int) -> Iterator[None]:
-        """Within, the turn at a place prepares and updates, or fails; then the next may update."""
+        """Surround the preparation and the update of the turn at a place; the next turn may update after it."""
         error: BaseException | None = None
         try:
             self.check()
@@ -91,24 +92,26 @@ class Turns:
             raise
         finally:
             with self._changed:
+                # A turn that failed while preparing waits, too: else a later turn could update before an earlier one.
                 self._changed.wait_for(lambda: self._updated == place)
                 self.error = self.error or error
                 self._updated += 1
                 self._changed.notify_all()
 
     def wait_for(self, place: int) -> None:
-        """Block until all turns before this place have updated. Raises the error of the first that failed."""
+        """Block until all turns before this place have updated. Raises the exception of the first that failed."""
         with self._changed:
+            # Two updates at once would share the cores and host DRAM, whose measured rates would be wrong.
             self._changed.wait_for(lambda: self._updated == place)
             self.check()
 
     def check(self) -> None:
-        """Raise the error if there is one."""
+        """Raise `error` if there is one."""
         if self.error is not None:
             raise self.error
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that a turn has ended, or failed."""
+        """Note that a turn has ended, or failed with `error`."""
         with self._changed:
             self.error = self.error or error
             self._ended += 1
@@ -116,10 +119,10 @@ class Turns:
 
 
 class HostLane:
-    """The CPU lane: updates subgroups one after the other, and sends their parameters up.
+    """The CPU lane: updates subgroups one after the other, and copies their parameters to the device.
 
-    Where copies have to be queued, which takes the host a tenth of the time of an update, two threads take the turns:
-    while one updates, the other sends what it has updated and prepares what comes next.
+    Queuing copies takes the host a tenth of the time of an update. Where the device queues them, two threads take the
+    turns: while one updates, the other queues the copies of its last turn and prepares its next one.
     """
 
     def __init__(self, device: Device) -> None:
@@ -128,9 +131,9 @@ class HostLane:
         self.renew()
 
     def renew(self) -> None:
-        """Threads from the next `submit` on; a forked child does not inherit those there were."""
+        """Make new threads, which start with the next `submit`; a forked child does not inherit the parent's."""
         self._sending = Lock()
-        # One worker: `drain` takes the end of an empty job for that of all before it, and gradients add up in order.
+        # One worker: an empty job of `drain` must end after all jobs before it, and gradients must add up in order.
         self._thread = self._new_thread()
         self._other = self._new_thread() if self._device.queues else None
 
@@ -142,24 +145,24 @@ class HostLane:
         return self._thread.submit(work)
 
     def take_spans(self) -> list[Span]:
-        """The updates since this was asked last. Nothing is running."""
+        """Return the spans of updates since the last call of this. Nothing may be running."""
         spans, self._spans = self._spans, []
         return spans
 
     def update(self, turns: Turns) -> None:
-        """Take the turns until there are no more; to be run on this lane. The first failure fails all turns after it.
+        """Take all turns; run on this lane. The first failure fails all turns after it.
 
-        Where two threads take them, the update after a failed upload may have begun.
+        Where two threads take turns, the update after a failed upload may have begun.
         """
         other = None
         if self._other is not None:
-            with suppress(RuntimeError):  # the interpreter ends, and starts nothing more: this thread does it all
+            with suppress(RuntimeError):  # the interpreter ends, and starts no more work: this thread takes all turns
                 other = self._other.submit(self._take, turns)
         try:
             self._take(turns)
         finally:
             if other is not None:
-                with suppress(BrokenExecutor):  # it could not start, and has taken none
+                with suppress(BrokenExecutor):  # the thread could not start, and has taken no turn
                     other.result()
 
     def _take(self, turns: Turns) -> None:
@@ -178,9 +181,9 @@ class HostLane:
 
     def _prepare(self, turn: Turn) -> Callable[[], None]:
         for job in turn.ready:
-            # The staged gradient, and the state, are read from here on.
+            # The update reads the staged gradient and the state, which these jobs write.
             job.wait()
-        if self._other is None:  # within the time of the update, as when its rate is measured: nothing runs beside it
+        if self._other is None:  # one thread alone prepares within the time of the update, as calibration does
             return lambda: turn.work.prepare_on_host()()
         return turn.work.prepare_on_host()
 
@@ -193,12 +196,12 @@ class HostLane:
 
     def _send(self, turn: Turn, span: Span) -> Job:
         if turn.work.subgroup.arena.streams:
-            # The new parameters are at home. An empty copy in their place would cost the link its latency, and make the
-            # next fetch wait for whatever else is queued there.
+            # The new parameters are at home. An empty copy would cost the link its latency, and make the next fetch
+            # wait for other copies in the queue.
             return HostJob(span)
         self._spans.append(span)
         with self._sending:  # else the start and the end of one copy would enclose another
-            # Whatever the caller queued before the step still reads the old parameters.
+            # Behind the work that the caller queued before the step, which still reads the old parameters.
             return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
 
 
@@ -209,12 +212,12 @@ class InPlaceLane:
         self._thread: ThreadPoolExecutor | None = None
 
     def renew(self) -> None:
-        """A thread from the next `submit` on; a forked child does not inherit the one there was."""
+        """Start another thread with the next `submit`; a forked child does not inherit the parent's."""
         self._thread = None
 
     def submit(self, update: SubgroupUpdate) -> Future[None]:
-        """Run the update once those submitted before have ended."""
-        if self._thread is None:  # most optimizers need none
+        """Run the update once all updates submitted before have ended."""
+        if self._thread is None:  # most optimizers need no such thread
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dos-in-place", initializer=leave_a_core)
         return self._thread.submit(apply_in_place, update)
 

@@ -28,7 +28,7 @@ from perfmodel.tasks import Schedule, Task
 
 @dataclass(eq=False)
 class Promise:
-    """A job that is issued later."""
+    """A job that another thread will issue."""
 
     future: Future[Job]
 
@@ -37,16 +37,18 @@ class Promise:
 
 
 def on_disk(job: Job) -> bool:
-    """Whether it is a transfer from or to the disk, or waits for one before it is issued."""
+    """Return whether the job is a transfer from or to the disk, or may wait for one before it is issued."""
     return isinstance(job, DiskJob | Promise)
 
 
 def on_device(job: Job) -> Job | None:
-    """The job as the device knows it, once that is issued; None: it was of the disk or the host, and has ended."""
+    """Wait until the job is issued; return it as the device knows it. None for jobs of host and disk, once ended."""
+    # A stream can wait only for an event that is recorded, not for one to come.
     if isinstance(job, Promise):
         job = job.future.result()
     if isinstance(job, HostJob):
         return None
+    # A device knows no event of the disk's threads: this thread must wait in its place.
     if isinstance(job, DiskJob):
         job.wait()
         return None
@@ -54,18 +56,19 @@ def on_device(job: Job) -> Job | None:
 
 
 class Step:
-    """Issues a schedule; what it has issued so far is in flight.
+    """Issues a schedule; the jobs issued so far are in flight.
 
-    iteration: of which it is the step.
-    jobs: of transfers and of updates on the device. uploads: those of the host's lane, to come.
-    done: by subgroup, the job after which its new parameters are there, once that is issued.
-    backward: what the caller had queued on the device when the step was issued.
-    last: the jobs after which nothing uses slots and rooms that state leaves, by stream, for streams are in order.
-    ordered: where the caller's work on the device goes on behind the step, if it does.
-    leaving: the subgroups whose state will have left these stores once the step is over.
-    homes: where there is a disk, those whose state will have left its home there or on the host for another one.
-    joined: the subgroups behind whose update some queue of the caller's was ordered.
-    ran: when the schedule's tasks ran, once `timeline` was asked; origin: its 0, on the clock of time.perf_counter.
+    iteration: the iteration of this step.
+    jobs: transfers, and updates on the device. uploads: futures of the jobs that the host's lane issues.
+    done: by subgroup, the job after which its new parameters are in place, once that is issued.
+    backward: the work that the caller had queued on the device when the step was issued.
+    last: the last job of each stream that uses slots or the rooms that state leaves. Streams are in order, so that no
+        job uses them after these.
+    ordered: a mark where the caller's work on the device continues behind the step, if it does.
+    leaving: subgroups, each with the store whose room its state leaves in this step.
+    homes: the same where there is a disk and the state leaves its home there or on the host for the other.
+    joined: the subgroups behind whose update a queue of the caller was ordered.
+    ran: when the schedule's tasks ran, once `timeline` was called; origin: its 0, on the clock of time.perf_counter.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Step:
         begun: Sequence[Transit],
         iteration: Iteration,
     ) -> None:
-        """begun: the transits that the schedule has as its first tasks."""
+        """begun: the transits that are the first tasks of the schedule."""
         self.schedule = schedule
         self.iteration = iteration
         self.joined: set[Subgroup] = set()
@@ -97,18 +100,18 @@ class Step:
         self._subjects = subjects
         self._promised = set[Stream]()
         self._beside: dict[Subgroup, Tensor] = {}
-        """The parts of slots to which offloaded gradients come, and with them weights that stream."""
+        """The parts of slots that receive offloaded gradients, and weights that stream."""
 
     def issue(self, give: Callable[[Turn], object]) -> None:
-        """Issue what is not under way yet. give: is handed what the host's lane has to do, as soon as it can begin."""
+        """Issue all tasks that are not in flight. give: called with each turn of the host's lane, early."""
         windows = self._stores.host.windows
-        # Other state went through these windows in the last step; only what it kept is found there.
+        # Other state passed through these windows in the last step; only state that is `kept` is still there.
         windows.begin()
         for subgroup, update, *_ in self._subjects if windows.kept else ():
             if update is not None and not update.at_home:
                 update.place = windows.of(subgroup)
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
-        # By number of the task. What is issued here waits for backward's end, not for its pieces.
+        # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
         jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self.jobs)), ())
         jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self.jobs)}
         # The gradients of this step are complete once the caller's stream has come this far.
@@ -117,18 +120,18 @@ class Step:
         on_host = deque(n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU)
 
         def hand_over() -> None:
-            """Hand over updates in their order, up to the first that comes behind a task yet to be issued."""
+            """Hand over updates in their order, up to the first one that waits for a task not issued yet."""
             while on_host and jobs.keys() >= {*tasks[on_host[0]].after}:
                 number = on_host.popleft()
-                # The host has come past the call of step(), and the device may still be behind it:
-                # waiting for the end of backward there would hold up gradients that are here.
+                # The host's lane does not wait for the end of backward on the device: gradients that have already
+                # arrived would wait for it, too.
                 ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
                 turns.append(self._turn(tasks[number], ready))
-                # New parameters that have to go up do so in a task of their own.
+                # New parameters that must be copied to the device have a task of their own.
                 jobs[number] = (Promise(turns[-1].done),) if self._streams(tasks[number]) else ()
                 give(turns[-1])
 
-        # First, and not as they come in the schedule: the lane would wait while the device is given its work.
+        # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
         hand_over()
         for number in range(under_way + 1, len(tasks)):
             task = tasks[number]
@@ -139,30 +142,31 @@ class Step:
                 after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs[number] = self.jobs[-1:]
-                # Behind these nothing uses slots, or rooms that state leaves. Jobs of the disk use windows alone.
+                # Behind these, slots and rooms that state leaves may be released. Jobs of the disk use windows only.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
             hand_over()
-        # Else the gradients' memory would be held until the caller waits for the step.
+        # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
         self.leaving, kept = list(self._vacated()), self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
-        # They hold gradients, whose memory the next backward needs while the ledger still holds this step.
+        # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = ()
         self._beside.clear()
 
     @property
     def through(self) -> bool:
-        """Whether a step behind which the caller's work was ordered has come to its end, or failed; does not wait."""
+        """Whether a step behind which the caller's work was ordered has ended, or failed. Does not wait."""
         try:
             return self.ordered is not None and self.ordered.at() is not None
         except Exception:
-            return True  # what went wrong is raised where its jobs are waited for
+            return True  # the failure is raised where the jobs are waited for
 
     def spans(self, errors: list[Exception]) -> list[Span]:
-        """When its jobs ran, those of the host's lane included; blocks. errors: receives what went wrong."""
+        """Wait for all jobs, the host lane's included, and return their spans. errors: receives their exceptions."""
         jobs = list(self.jobs)
+        # The host's lane issues these later: without the wait the last ones would be missed, and run on.
         for upload in self.uploads:
             try:
                 jobs.append(upload.result())
@@ -171,22 +175,23 @@ class Step:
         return spans_of(jobs, errors)
 
     def timeline(self, spans: Sequence[Span], unused: Sequence[Span] = ()) -> Timeline:
-        """These spans in seconds since the step was called, or backward ended on the device, whichever was later.
+        """Return the spans in seconds since `step()` was called, or backward ended on the device, whichever was later.
 
-        Transfers of before have negative times. unused: of transits that no step has used, beside its own.
+        Transfers before have negative times. unused: spans of transits that no step has used.
         """
-        # A device whose work is queued may only now have come to the end of backward.
+        # A device whose work is queued may end backward long after the host has called step().
         self.origin = max([self.iteration.started, *(job.wait().end for job in self.backward)])
         self.ran = _timeline(spans, self.origin)
         return _timeline([*spans, *unused], self.origin) if unused else self.ran
 
     def fail(self, error: Exception) -> None:
-        """Fail what will not be issued any more, so that no caller waits for it."""
+        """Reject the futures of jobs that will not be issued any more, so that no caller waits for them."""
+        # A hook of a module would otherwise wait for ever for a job that no thread issues.
         for future in self.done.values():
             reject(future, error)
 
     def _streams(self, task: Task) -> bool:
-        """Whether the weights of the task's subgroup are on the host."""
+        """Return whether the weights of the task's subgroup stream."""
         return task.subgroup is not None and self._subjects[task.subgroup].subgroup.arena.streams
 
     def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
@@ -195,12 +200,12 @@ class Step:
         self.uploads.append(done)
         reading = subgroup.arena.reading
         if reading is not None:
-            # A forward that came after these gradients may still fetch the weights that the host overwrites.
+            # A forward after these gradients may still fetch the weights that the host is about to overwrite.
             ready = [*ready, reading]
         return Turn(i, update, ready, () if subgroup.arena.streams else self.backward, done)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
-        """State goes from one store to another; gradients go to the host, or come up to a slot, perhaps with state."""
+        """Issue a copy of state between stores, of gradients to the host, or of both to a slot."""
         assert task.subgroup is not None, "what is transferred is of a subgroup"
         subgroup, update, _, late = self._subjects[task.subgroup]
         device, copies = self._stores.device, list[Copy]()
@@ -218,22 +223,22 @@ class Step:
         if move is None:
             job = self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
         elif Tier.DISK in move:
-            # The disk's threads wait for whatever comes before; only what the device queues needs `_issue`.
+            # The disk's threads can wait for jobs of any lane; only jobs that the device queues need `_issue`.
             return self._stores.copy(move, number, subgroup, after)
         else:
             job = self._issue(
                 task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after
             )
-        # A fetch, or user code, that reads the weights next reads the home, which is written only now.
+        # The next fetch of the weights, and user code, read their home, which this job writes.
         if task.op is Op.FLUSH and self._streams(task) and update is not None:
-            self.done[subgroup] = _issued(job)  # the weights are at home then
+            self.done[subgroup] = _issued(job)
         return job
 
     def _issue(self, stream: Stream, issue: Callable[[Sequence[Job]], Job], after: Sequence[Job]) -> Job:
-        """Issue what waits for work on the device alone now, all else on the thread that reads from disk, in order.
+        """Issue a job now if it waits only for work on the device, else on the thread that reads from disk, in order.
 
-        A device queues work behind its own, and cannot wait for the host's. What comes later in the same stream is
-        issued there, too: it would overtake, and the stream would have another order than the plan was chosen for.
+        A device queues work behind its own work, and cannot wait for the host's. Later jobs of the same stream are
+        issued on that thread, too: else they would overtake, and the stream's order would not be the plan's.
         """
         disk = self._stores.disk
         if disk is None or not (stream in self._promised or any(map(on_disk, after))):
@@ -245,14 +250,14 @@ class Step:
             try:
                 resolve(later, issue([job for job in map(on_device, after) if job is not None]))
             except BaseException as error:
-                # No caller waits on the disk's thread. It is raised where the job is waited for.
+                # Not raised here, on the disk's thread, but where the job is waited for.
                 reject(later, error)
 
         disk.reading.submit(run)
         return Promise(later)
 
     def _enter(self, task: Task) -> None:
-        """Let the subgroup of a task have the window that this fills."""
+        """Give the window that the task fills to the task's subgroup."""
         if task.window is None or task.subgroup is None:
             return
         subgroup, update = self._subjects[task.subgroup][:2]
@@ -263,7 +268,7 @@ class Step:
                 update.place = window
 
     def _vacated(self) -> Iterator[tuple[Subgroup, Store]]:
-        """The rooms that state leaves in this step, but for homes, which stay if there is no disk."""
+        """Yield the rooms that state leaves in this step, except homes, which stay, or are listed in `homes`."""
         ways: dict[int, Move] = {}
         for task in self.schedule.tasks:
             if task.move is not None and task.subgroup is not None:
@@ -277,16 +282,16 @@ class Step:
                 yield subgroup, self._stores.of[way.source]
 
     def _update(self, task: Task, after: Sequence[Job]) -> Job:
-        """Of one subgroup, or of residents together."""
+        """Launch the update of one subgroup, or of residents together."""
         i, first, _ = self._of(task)
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
-        # User code may free gradients as soon as step() has returned: the device holds them until the update has read
-        # them.
+        # User code may release gradients as soon as step() has returned: the device keeps their memory until the update
+        # has read them.
         reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
         name = first.arena.format.name
 
         def launch(after: Sequence[Job]) -> Job:
-            # Before the device notes the start: what the host spends on this would count as the kernel's time.
+            # Before the device records the start, so that the host's time does not count as the kernel's.
             update = prepare_updates(updates)
             return self._device.launch(i, update, task.size, after, reads, name)
 
@@ -310,7 +315,7 @@ class Step:
 
 
 def _issued(job: Job) -> Future[Job]:
-    """The job once it is issued, which a `Promise` is later."""
+    """Return a future of the job, done once it is issued; for a `Promise` that is later."""
     if isinstance(job, Promise):
         return job.future
     done: Future[Job] = Future()
@@ -319,8 +324,9 @@ def _issued(job: Job) -> Future[Job]:
 
 
 def spans_of(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
-    """When they ran; blocks. errors: receives what went wrong."""
+    """Wait for the jobs and return their spans. errors: receives their exceptions."""
     spans = []
+    # All are waited for, even after a failure: user code may release memory once this has raised.
     for job in jobs:
         try:
             spans.append(job.wait())

@@ -17,33 +17,33 @@ from perfmodel import Lane, Op, Plan, Span, Workload
 class Wait(NamedTuple):
     """A stretch in which the caller may have waited.
 
-    It counts from when the device reached `before`; as 0 while the device has not reached it.
+    It lasts from when the device reaches `before`; its length is 0 until then.
     """
 
     before: Mark
     after: Mark
 
     def seconds_so_far(self) -> float:
-        """For how long, until now if it is not over."""
+        """Return the length in seconds, until now if the device has not reached `after`."""
         before, after = self.before.at(), self.after.at()
         if before is None:
-            return 0.0  # the device still has work of before
+            return 0.0  # the device still has earlier work
         return max(0.0, (time.perf_counter() if after is None else after) - before)
 
 
 class Iteration:
     """A forward, all backward passes after it, and the step.
 
-    forward: where the step before returned; backward: the first gradient; first_departure: the first that left for the
-        host; step: the call of step(). All in the caller's work; None: it has not come there.
-    gradients: how often backward has made one. travels: whether gradients change after its hooks.
+    forward: marks the return of the step before; backward: the first gradient; first_departure: the first gradient that
+        was sent to the host; step: the call of step(). Marks in the caller's work; None: it has not come there.
+    gradients: the number of gradients that backward has written. travels: whether gradients change after its hooks.
     issued: the plan of the step. started: when `step()` prepared it, on the clock of time.perf_counter.
-    alone: whether nothing else than the step's own work, all of which is measured, slows it down: the profile learns.
-    workload: for which the last plan was made. withheld: see MemoryMonitor, at that time.
-    waits: of the caller, for this iteration's step.
-    saved: bytes of saved tensors that left in the last forward, and of all that may; None: they were not asked to.
-    moves: transfers of saved tensors, which a step that has ended has read into `moved`.
-    earlier: how many there were for the step before when that returned.
+    alone: whether only the step's own work, all of which is measured, ran beside it, so that the profile can learn.
+    workload: the one for which the last plan was made. withheld: see MemoryMonitor, at that time.
+    waits: the caller's, for this iteration's step.
+    saved: bytes of saved tensors that moved in the last forward, and of all that may move; None: not asked for.
+    moves: transfers of saved tensors, until `read_moves` reads them into `moved`.
+    earlier: the number of waits for the step before when that returned.
     following: the iteration after this one, once that has begun.
     """
 
@@ -69,36 +69,37 @@ class Iteration:
         if before is not None:
             self.earlier = len(before.waits)
             self.forward = device.mark()
-            if before.step is not None:  # skipped ones, of which there may be many, make no chain
+            if before.step is not None:  # skipped iterations, which may be many, must form no chain
                 before.following = self
 
     @property
     def exposed_s(self) -> float:
-        """For how long the caller's work has stood still for this iteration's step."""
+        """Seconds for which the caller's work has waited for this iteration's step."""
         return sum(wait.seconds_so_far() for wait in self.waits)
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """Surrounds what may hold the caller up: the host, or the work that it queues from then on."""
+        """Surround a wait of the caller's thread, or of the work that it queues from then on."""
         before = self._device.mark()
         yield
         self.waits.append(Wait(before, self._device.mark()))
 
     def read_moves(self) -> None:
-        """See when saved tensors left and came back, which they have. The jobs go, with the memory that they hold.
+        """Read when saved tensors moved, and release the jobs with the memory to which they refer.
 
-        Those that failed are left out: backward has said so.
+        All must have ended. Failed jobs are left out, because backward has raised their exceptions.
         """
+        # Jobs are taken out one by one, because each refers to host memory of the pool, which may be resized after.
         while self.moves:
             with contextlib.suppress(Exception):
                 self.moved += (dataclasses.replace(self.moves.popleft().wait(), subgroup=None),)
 
     def spans(self, origin: float) -> tuple[Span, ...]:
-        """Forward and backward, and the forward of the iteration that follows, in seconds since `origin`.
+        """Return the spans of forward and backward, and of the next iteration's forward, in seconds since `origin`.
 
         origin: when the step began, on the clock of time.perf_counter.
-        Forward has in it what the caller does besides, such as loading data, and backward all micro-batches after the
-        first. Left out is that of which the device has not come to the end, or no gradient's hook told it.
+        Forward includes other work of the caller, such as loading data, and backward all micro-batches after the first.
+        A span is left out if the device has not reached its end, or no gradient's hook has marked it.
         """
         after = None if self.following is None else self.following.forward
         ends = None if self.following is None else self.following.backward
@@ -110,8 +111,7 @@ class Iteration:
         ):
             first, last = (None if mark is None else mark.at() for mark in (start, end))
             if first is not None and last is not None:
-                # The host may call step() after the device has ended backward: by the mark alone a gap would lie before
-                # the step.
+                # The host may call step() after the device has ended backward: until the step, lest a gap be shown.
                 last = origin if op is Op.BACKWARD else last
                 found.append(Span(Lane.GPU, op, None, first - origin, max(first, last) - origin))
         return tuple(found)

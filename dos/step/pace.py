@@ -1,4 +1,4 @@
-"""How long the compute lasts beside which the optimizer's transfers may run."""
+"""Measures how long compute lasts with which the optimizer's transfers may overlap."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dos.step.iteration import Iteration
 
 
 class Pace:
-    """For how long an iteration computes while the optimizer's transfers can run beside it.
+    """Durations of an iteration's compute with which the optimizer's transfers can overlap.
 
-    All of it is told by the device: the host issues a backward pass in a fraction of the time that it lasts. Marks are
-    read when the device has come to them, and nothing waits for that.
+    Times are the device's, because the host issues a backward pass in a fraction of the time that it lasts. Marks are
+    read once the device has reached them, without a wait.
 
     forward: from the end of step() to backward, without the waits for parameters.
-    backward: from the first gradient that leaves early to step(); 0 if none does.
-    both: from the end of step() to the next call of it, however gradients leave.
-    None has in it the waits for weights, and for saved tensors of which the plan says how many leave.
+    backward: from the first gradient that is sent early to step(); 0 if none is.
+    both: from the end of step() to its next call, whether gradients are sent early or not.
+    All are without the waits for weights, and for saved tensors where the plan decides how many move.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Pace:
     def backward_begins(
         self, iteration: Iteration, before: Iteration | None, stalls: Sequence[tuple[Mark, Mark]] = ()
     ) -> None:
-        """The first gradient is there.
+        """Add the forward that ended with the first gradient.
 
-        before: the iteration before, for whose step the caller may have waited. stalls: for saved tensors.
+        before: the iteration before, for whose step the caller may have waited. stalls: waits for saved tensors.
         """
         if before is not None and iteration.forward is not None and iteration.backward is not None:
             self._waits = (*before.waits[iteration.earlier :], *stalls)
             self._add(self.forward, _Stretch(iteration.forward, iteration.backward, self._waits))
 
     def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
-        """Backward is over.
+        """Add the backward that ended with the call of step().
 
-        early: whether gradients that left before still hold; None: there were none to leave.
-        stalls: for saved tensors since backward began.
+        early: whether gradients that were sent early are still valid; None: the plan sends none.
+        stalls: waits for saved tensors since backward began.
         """
         if early is not None and iteration.step is not None:
             departure = iteration.first_departure
@@ -56,7 +56,7 @@ class Pace:
         self._waits = ()
 
     def read(self) -> None:
-        """Learn from what the device has come to."""
+        """Read the stretches whose end the device has reached."""
         while self._unread:
             typical, stretch = self._unread[0]
             seconds = stretch.seconds()
@@ -78,12 +78,12 @@ class _Stretch(NamedTuple):
     waits: Sequence[tuple[Mark, Mark]]
 
     def seconds(self) -> float | None:
-        """None: the device is not through."""
+        """Return the length without the waits, in seconds; None if the device has not reached all marks."""
         times = []
         for mark in (self.start, self.end, *itertools.chain.from_iterable(self.waits)):
             seconds = mark.at()
             if seconds is None:
-                return None  # those behind it are not asked
+                return None  # the device reaches later marks later
             times.append(seconds)
         start, end, *waits = times
         waited = (min(after, end) - max(before, start) for before, after in zip(waits[::2], waits[1::2], strict=True))

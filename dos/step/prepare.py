@@ -1,4 +1,4 @@
-"""Reserves the memory that a step takes, on the device, on the host and on disk, before anything has changed."""
+"""Reserves the memory of a step on the device, on the host and on disk, before anything changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from perfmodel.tasks import SubgroupState, arriving, leaving, staged, windowed
 class Prepared(NamedTuple):
     """A step whose memory is reserved.
 
-    found: the step's view of each subgroup before it, by index.
+    found: each subgroup as the step finds it, by index.
     """
 
     plan: Plan
@@ -32,11 +32,11 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True)
 class Rooms:
-    """Homes on the host where there is a disk, when a step is about to be prepared. Subgroups are known by index.
+    """Homes on the host where there is a disk, before a step is prepared. Subgroups are given by index.
 
-    homes: bytes of the home of each subgroup whose state is anywhere; made: what of it is pinned memory already.
-    in_windows: those whose state a window keeps, newer than on disk. from_disk: whether any state is on disk now.
-    room: bytes that may yet be made. windows: bytes of the windows that there are; through: of those that are needed.
+    homes: bytes of the home of each subgroup whose state is anywhere; made: of them, bytes that are allocated.
+    in_windows: subgroups whose state a window keeps, newer than on disk. from_disk: whether any state is on disk now.
+    room: bytes that may still be allocated. windows: bytes of the present windows; through: of the windows needed.
     """
 
     homes: Mapping[int, int]
@@ -49,9 +49,9 @@ class Rooms:
 
 
 class Preparation:
-    """Reserves memory for plan after plan until one has all that it takes; surrounds that.
+    """A context that reserves memory for plan after plan, until one has all the memory that it needs.
 
-    What it raises in between releases all that it has reserved, and no state has changed.
+    An exception within releases all reserved memory; no state has changed.
 
     found: each subgroup before the step, by index.
     """
@@ -59,7 +59,7 @@ class Preparation:
     def __init__(
         self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
     ) -> None:
-        """subjects: all subgroups, by index. work: for which plans are made. left: see `Facts.left`."""
+        """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`."""
         self._work, self._left_beside = work, left
         self._subjects, self._ledger, self._windows = subjects, ledger, work.windows
         self._stores = stores = ledger.stores
@@ -79,9 +79,12 @@ class Preparation:
             return
         stores = self._stores
         for store, subgroup in self._reserved:
-            on_disk = store is stores.disk and self._ledger.at(subgroup) is Tier.DISK  # its place, and not only room
+            on_disk = (
+                store is stores.disk and self._ledger.at(subgroup) is Tier.DISK
+            )  # the state is there, not only room
             if store.has(subgroup) and not on_disk:
                 store.drop(subgroup)
+        # A later step may have another plan, and forward needs the memory of slots meanwhile.
         self._ledger.cancel_slots()
         stores.homes.show_again()  # user code may write there before it tries again
 
@@ -89,7 +92,7 @@ class Preparation:
     def rooms(self) -> Rooms:
         """The homes on the host as they are now."""
         stores, found = self._stores, self.found
-        # State without an update that is on the host by default, without a home there, is nowhere.
+        # State without an update and without a home on the host, its default tier, is nowhere: it was never written.
         somewhere = [
             i
             for i, s in enumerate(self._subjects)
@@ -106,23 +109,23 @@ class Preparation:
         )
 
     def reserve(self, plan: Plan) -> Prepared | frozenset[int]:
-        """Reserve the memory of the plan; the subgroups for which the device has none, if there are such.
+        """Reserve the memory of the plan; return the subgroups for which the device has none, if there are any.
 
-        Raises MemoryError if the host has none either, OSError if the disk has no room.
+        Raises MemoryError if the host has too little memory, OSError if the disk has no room.
         """
         ledger, stores, found, subjects = self._ledger, self._stores, self.found, self._subjects
         device = stores.device
         residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
-        # Backward has followed an older plan, which wanted them on the device: this plan may need their memory.
+        # Backward has followed an older plan, and fetched state that this plan wants elsewhere: it may need the memory.
         ledger.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
-            # State may have to move out of the host's memory for windows, and nothing may be reading it then.
+            # New windows may need the memory of homes, which no fetch may be reading then.
             ledger.cancel_slots()
             ledger.cancel()
-        if not self._attempted:  # else this would forget what was denied to the plan before
+        if not self._attempted:  # else this would forget that the device denied memory to the plan before
             self._attempted = True
-            # Rooms that state moves out of are held until the step is over, and may be the memory that is missing.
+            # The rooms that state leaves are kept until the step is over, and may be the memory that is missing.
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
@@ -133,21 +136,21 @@ class Preparation:
             device.fetch(coming[i]).zero()
             found[i] = found[i]._replace(state=Tier.DEVICE)
         denied |= self._get_slots(plan, denied)
-        # What the plan updates on the CPU anyway can do without the room that was denied.
+        # Subgroups that the plan updates on the CPU can do without the room that was denied.
         if denied - set(plan.served(Placement.CPU)):
             return frozenset(denied)
         for i in plan.on_disk:
-            if ledger.at(subjects[i].subgroup) is None:  # it begins there, as zeros
+            if ledger.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
                 found[i] = found[i]._replace(state=Tier.DISK)
         self._reserve_on_host(plan)
         return Prepared(plan, subjects, found)
 
     def _left(self, plan: Plan) -> float:
-        """Bytes for more state, or slots, beside the state that is on the device now."""
+        """Return the bytes for more state, or slots, beside the state that is on the device now."""
         return self._left_beside(plan, self._stores.device.resident_bytes)
 
     def _make_room(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
-        """Cancel slots that leave too little room for `coming`. Returns the subgroups for which there is room."""
+        """Cancel slots that leave too little memory for `coming`; return the subgroups for which there is memory."""
         store, left, found = self._stores.device, self._left(plan), dict[int, Subgroup]()
         for i, subgroup in coming.items():
             nbytes = 0 if store.has(subgroup) else self._work.subgroups[i].state_bytes
@@ -161,7 +164,7 @@ class Preparation:
     def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
         store = self._stores.of[tier]
         without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
-        # Before the attempt: where that fails part way, `__exit__` drops what was made.
+        # Before the attempt: where that fails part way, `__exit__` drops the rooms that were allocated.
         self._reserved.extend((store, subgroup) for subgroup in without)
         return store.reserve(without)
 
@@ -177,25 +180,25 @@ class Preparation:
         for subgroup in resting:
             if stores.disk is not None and not stores.host.houses(subgroup):
                 stores.disk.hide(subgroup)  # memory of files is no home
-        # Where there is a limit, state counts with what its updates on the host take.
+        # Where there is a limit, state counts together with the staging of its updates on the host.
         on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
         stores.host.reserve(resting, on_cpu)
 
     def _get_windows(self, plan: Plan) -> set[int]:
-        """Make the windows, if any are needed; the subgroups that the host updates in one."""
+        """Allocate the windows, if any are needed; return the subgroups that the host updates in one."""
         stores, found, subjects, ledger = self._stores, self.found, self._subjects, self._ledger
         through = windowed(plan, found)
         if not through:
             return set()
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
-            # New windows take the place of these, and what they keep is newer than on disk.
+            # New windows replace the present ones, which may keep state that is newer than on disk.
             ledger.write_kept()
             found[:] = [
                 each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found
             ]
             if self._windows * self._nbytes - windows.nbytes > stores.host.room:
-                ledger.end_transits()  # gradients on their way to a home that goes
+                ledger.end_transits()  # gradients may be in transit to a home that is dropped below
                 at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
                 housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
                 ledger.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
@@ -207,24 +210,24 @@ class Preparation:
         for i in through:
             update = subjects[i].update
             if update is not None and (i in in_windows or found[i].state is Tier.DISK):
-                if subjects[i].departed:  # for a home which is no more, perhaps since a step that had no memory
+                if subjects[i].departed:  # sent to a home that was dropped, perhaps by a step that ran out of memory
                     subjects[i] = subjects[i]._replace(departed=(), late=update.items)
                 update.from_disk, update.place = True, None if i in in_windows else update.place
                 found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
         return in_windows
 
     def _get_slots(self, plan: Plan, denied: set[int]) -> set[int]:
-        """Get the slots; without any, the subgroups that would have passed through them.
+        """Allocate the slots; if there are none, return the subgroups that would have passed through them.
 
-        denied: for which there is no room of their own, so that they pass through none.
+        denied: subgroups without room on the device, which pass through no slot.
         """
         ledger, subjects, found, store = self._ledger, self._subjects, self.found, self._stores.device
         passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
         nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
         filled = ledger.in_slots
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
-        # Backward has filled slots for another plan. A step would update from state of other subgroups, or past a
-        # slot's end.
+        # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
+        # the end of a slot.
         if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
             ledger.cancel_slots()
         if passing and not store.slots:
@@ -246,14 +249,14 @@ class Preparation:
                     f"use a smaller subgroup_size, or {hint}"
                 )
         for i, subject in passing.items():
-            # The host updates it now: room on the device that gets no state would pass for the place of the newest
+            # The host updates it now: `at` would take room on the device without state for the place of the newest
             # state.
             if ledger.comes(subject.subgroup):
                 ledger.cancel([subject.subgroup])
             elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
                 store.drop(subject.subgroup)
-        # A plan without slots must not stream, not even what has no gradient. But for what the CPU cannot update there
-        # is no other plan, and without a gradient it needs no slot.
+        # A plan without slots must not stream, not even subgroups without a gradient. For subgroups that the CPU cannot
+        # update there is no other plan, and without a gradient they need no slot.
         streamed = plan.served(Placement.GPU_STREAMED)
         return {*passing, *(i for i in streamed if subjects[i].subgroup.arena.rule.on_cpu)}
 

@@ -17,10 +17,10 @@ from perfmodel.tasks import GRADIENT, MOVES, Task
 class Transit:
     """A transfer that was issued.
 
-    number: rises in the order of issue. op: GRADIENT, or that of the state's move. nbytes: that it copies.
+    number: rises in the order of issue. op: GRADIENT, or the operation of the state's move. nbytes: the bytes copied.
     subgroup: None for gradients without elements.
-    job: ends when the transfer has. Until then the device, or the disk's thread, holds the memory of both sides.
-    slot: the staging slot that it fills; None: it fills the subgroup's own room.
+    job: ends with the transfer. Until then the device, or the disk's thread, keeps the memory of both sides.
+    slot: the staging slot that it fills; None: it fills the subgroup's room.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Transit:
     slot: int | None = None
 
     def task(self, index: int) -> Task:
-        """The same as a task of a schedule. index: of the subgroup now; orders change between backward and step."""
+        """Return the transit as a task of a schedule. index: of the subgroup now; backward may have had another."""
         if self.op is Op.GRADIENT:
             return Task(*GRADIENT, index, self.nbytes)
         move = Move(self.source, self.to)
@@ -41,7 +41,7 @@ class Transit:
 
 
 def wait_for_all(transits: Iterable[Transit]) -> None:
-    """Block until these have ended. Their failures do not matter: a step that needs them does it again, or says so."""
+    """Block until these have ended. Failures do not matter: a step that needs one copies again, or raises."""
     for transit in transits:
         with contextlib.suppress(Exception):
             transit.job.wait()

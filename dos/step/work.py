@@ -1,4 +1,4 @@
-"""The update of one subgroup in one step: which pieces, with which gradients and settings."""
+"""The update of one subgroup in one step: its pieces, their gradients and settings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from perfmodel.tasks import SubgroupState
 class Input(NamedTuple):
     """The input of a step for one parameter.
 
-    values: of its gradient, in the order of the record's `flat`, of any shape; empty once they were let go of.
-    address: of the first one that is used.
-    setting: which of the step's settings it takes.
+    values: its gradient, in the order of the record's `flat`, of any shape; empty once it was released.
+    address: of the first value that is used.
+    setting: the index of its settings among those of the step.
     parameter_written: whether user code wrote to the parameter since our last step, so that its master follows first.
-    fresh: whether its state is zeros yet: the master is the parameter, and the rest below that is none.
+    fresh: whether its state is still zero: the master is the parameter, and the rest is zero.
     """
 
     values: Tensor
@@ -42,15 +42,15 @@ _NOTHING = torch.empty(0, device="cpu")
 _NO_GRADIENT = Input(_NOTHING, 0, 0, False)
 
 Item = tuple[Piece, Input]
-"""A piece that is updated, with what the step is given for it."""
+"""A piece that is updated, with its input."""
 
 
 class SubgroupUpdate:
     """The update of one subgroup in one step.
 
-    items: its pieces that have a gradient. numel: parameters updated. settings: those of the step that occur.
+    items: its pieces that have a gradient. numel: parameters updated. settings: the different settings of the step.
     offloaded: whether the gradients are on the host, although the parameters are not.
-    place: where the host has state, gradients and parameters for it; None: in a window that the step will give it.
+    place: has its state, gradients and parameters on the host; None: a window that the step will give it.
     weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
     from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
     """
@@ -58,7 +58,7 @@ class SubgroupUpdate:
     def __init__(
         self, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[Any], *, offloaded: bool
     ) -> None:
-        """gradients: by number of the record; None: it has none."""
+        """gradients: by number of the record; None: no gradient."""
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
@@ -85,24 +85,24 @@ class SubgroupUpdate:
         return [piece for piece, gradient in self.items if gradient.parameter_written]
 
     def release(self) -> None:
-        """Let go of gradients on the device: what is still to be done reads none there."""
+        """Release gradients on the device. Later work reads none there."""
         if not self.offloaded:
             self.items = [(piece, gradient._replace(values=_NOTHING)) for piece, gradient in self.items]
 
     @property
     def at_home(self) -> bool:
-        """Whether that is where state has its home."""
+        """Whether `place` is the home of the state."""
         return self.place is self.subgroup
 
     @property
     def on_host(self) -> Subgroup | Window:
-        """The place where the host updates it."""
+        """The place in which the host updates it."""
         assert self.place is not None, "the step has given it a window"
         return self.place
 
     @property
     def written_bytes(self) -> int:
-        """Of parameters that user code wrote to, where they come with the gradients and are not half of masters."""
+        """Bytes of parameters written by user code that are copied with gradients, but not as halves of masters."""
         arena, itemsize = self.subgroup.arena, self.subgroup.arena.dtype.itemsize
         come = self.from_disk and not (arena.reads_parameters or arena.streams)
         return sum(piece.numel for piece in self.written_pieces) * itemsize if come else 0
@@ -113,21 +113,20 @@ class SubgroupUpdate:
         arena = self.subgroup.arena
         if not arena.reads_parameters or arena.streams:
             return ()
-        # A window, or a home that state is just coming to, has none of the parameters that were staged in earlier
-        # steps.
+        # A window, or a home to which state is being read, has no parameters that were staged in earlier steps.
         newest = set() if self.from_disk else self.subgroup.newest
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
-        """The copies that bring the gradients of these items, and stale parameters, to the host."""
+        """Return the copies of the gradients of these items, and of stale parameters, to the host."""
         gradient, parameter = self.on_host.gradient, self.on_host.parameter
         copies = [(gradient[item[0].run], _values(item)) for item in items]
         copies += self.download_written() if self.from_disk else []
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
-        """The copies that bring offloaded gradients, and streamed weights, into `buffer` (1-D uint8 on the device)."""
+        """Return the copies of offloaded gradients and streamed weights to `buffer` (1-D uint8 on the device)."""
         gradients = [(self._element_bytes * item[0].start, _values(item)) for item in self.items]
         weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
         return [(buffer[start : start + g.nbytes].view(g.dtype), g) for start, g in gradients] + weights
@@ -138,23 +137,23 @@ class SubgroupUpdate:
         return self.subgroup.arena.gradient.itemsize
 
     def flush_weights(self, buffer: Tensor) -> list[Copy]:
-        """The copies that bring streamed weights home again, from where `fetch_gradients` has put them."""
+        """Return the copies of streamed weights from `buffer` back home, after `fetch_gradients`."""
         return self._weights_in(buffer)
 
     def _weights_in(self, buffer: Tensor) -> list[Copy]:
-        """The homes of streamed weights that are updated, and their places behind the gradients in `buffer`."""
+        """Return pairs of the homes of streamed weights that are updated, and their places in `buffer`."""
         subgroup = self.subgroup
         if not subgroup.arena.streams:
             return []
         home = subgroup.parameter
         assert home is not None, "they are there"
-        # Behind the gradients, whose room is as wide as they are at most: an update reads both at once.
+        # Behind the space of the gradients in their widest dtype: an update reads both at once.
         room = buffer[subgroup.offloaded_gradient_bytes :][: home.nbytes].view(home.dtype)
         self.weights = room
         return [(home[piece.run], room[piece.run]) for piece, _ in self.items]
 
     def uploads(self) -> list[Copy]:
-        """The copies that bring the new parameters to the device: none where they are at home on the host."""
+        """Return the copies of the new parameters to the device; none where their home is the host."""
         if self.subgroup.arena.streams:
             return []
         parameter = self.on_host.parameter
@@ -163,9 +162,9 @@ class SubgroupUpdate:
         return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
 
     def prepare(self, state: State, gradient_buffer: Tensor | None = None) -> Batch:
-        """The update of `state`, and of the parameters in the memory where it is, whose masters have yet to `follow`.
+        """Return the update of `state` and of the parameters on the same device, whose masters must `follow` first.
 
-        gradient_buffer: to which `fetch_gradients` brings the gradients, if that has to be.
+        gradient_buffer: the buffer of `fetch_gradients`, if the gradients are offloaded.
         """
         batch = self._batch("with parameters", state, self.weights)
         if gradient_buffer is None:
@@ -175,8 +174,8 @@ class SubgroupUpdate:
         return batch
 
     def finish(self, state: State) -> None:
-        """Finish an update where the parameters are."""
-        # The device has newer parameters now: the host would join its rests with upper halves of an earlier step.
+        """Finish an update on the device of the parameters."""
+        # The parameters that are staged on the host are older now: an update there would join rests with them.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
         if state.master is not None and state.master.dtype != torch.float32:
@@ -184,9 +183,9 @@ class SubgroupUpdate:
                 self._parameter(piece).copy_(state.master[piece.run])
 
     def prepare_on_host(self) -> Callable[[], None]:
-        """Prepare the update of the host state from staged or offloaded gradients, which are there.
+        """Prepare the update of the host state from staged or offloaded gradients, which must have arrived.
 
-        Returns what updates it; the new parameters stay staged.
+        Returns the function that updates; the new parameters stay staged.
         """
         state = self.on_host.state
         if self.from_disk:
@@ -205,14 +204,14 @@ class SubgroupUpdate:
 
         def update() -> None:
             apply()
-            # Only at home does what is staged last: a window is another subgroup's later.
+            # Only at home do staged parameters last: another subgroup gets the window later.
             if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
                 self.subgroup.newest.update(self.pieces)
 
         return update
 
     def follow(self, state: State) -> None:
-        """Let masters in `state`, which is where the parameters are, follow those that user code wrote to."""
+        """Let masters in `state`, on the device of the parameters, follow parameters that user code wrote to."""
         if state.master is not None:
             self._follow(state.master, self._parameter)
         elif state.rest is not None:
@@ -220,11 +219,11 @@ class SubgroupUpdate:
                 correct_rest(state.rest[piece.run], self._parameter(piece))
 
     def _parameter(self, piece: Piece) -> Tensor:
-        """The piece's parameters where they are updated, but for the host's staging."""
+        """Return the piece's parameters on their device, in a slot where they stream."""
         return _of_parameter(piece) if self.weights is None else self.weights[piece.run]
 
     def _with_rests(self) -> list[Piece]:
-        """The `written_pieces` that have a rest."""
+        """Return the `written_pieces` that have a rest."""
         return [piece for piece, gradient in self.items if gradient.parameter_written and not gradient.fresh]
 
     def _follow(self, master: Tensor, parameter_of: Callable[[Piece], Tensor]) -> None:
@@ -235,9 +234,9 @@ class SubgroupUpdate:
                 follow(master[piece.run], parameter_of(piece))
 
     def download_written(self) -> list[Copy]:
-        """The copies that bring parameters to which user code wrote to the host, before their masters there follow.
+        """Return the copies to the host of parameters that user code wrote to, whose masters there must follow.
 
-        But for those that updates read in any case, which come with the step's gradients, and those that are there.
+        Without parameters that updates read in any case, which are copied with gradients, and parameters on the host.
         """
         if self.subgroup.arena.streams:
             return []
@@ -247,16 +246,16 @@ class SubgroupUpdate:
         return [] if place is None else [(place[p.run], _of_parameter(p)) for p in pieces]
 
     def follow_on_host(self) -> None:
-        """Let masters on the host follow what `download_written` has brought."""
+        """Let masters on the host follow the parameters of `download_written`."""
         master, staged = self.on_host.state.master, self.on_host.parameter
         if master is not None and staged is not None:
             self._follow(master, lambda piece: staged[piece.run])
 
     def _point(self, batch: Batch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
-        """Say what each run of the batch is given.
+        """Set the gradient and the settings of each run of the batch.
 
-        first: the address from which on gradients lie as the pieces do, an element every `itemsize` bytes; 0: each lies
-        where it was given. dtype: of all; None: their own.
+        first: the address of gradients in the order of the pieces, each element of `itemsize` bytes; 0: each gradient
+        is at its own address. dtype: of all; None: their own.
         """
         items = self.items
         if not self._whole:
@@ -270,10 +269,10 @@ class SubgroupUpdate:
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
     def _batch(self, place: str, state: State, beside: Tensor | None) -> Batch:
-        """The update of all pieces in one place. beside: their parameters, where these are in such memory, too."""
+        """Return the update of all pieces in one place. beside: their parameters, if a slot has these, too."""
         memory = [*state.tensors()] if beside is None else [*state.tensors(), beside]
-        # By address: each step may have another slot, and users may move the memory of a state that they have, such as
-        # by `share_memory_`.
+        # Compared by address: each step may have another slot, and user code may move the memory of state, such as by
+        # `share_memory_`.
         addresses = [tensor.data_ptr() for tensor in memory]
         batch, known = self.subgroup.batches.get((place, len(memory)), (None, []))
         if batch is None:
@@ -285,7 +284,7 @@ class SubgroupUpdate:
         return batch
 
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
-        """The tensors that the update of a piece works on."""
+        """Return the tensors of the update of a piece."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
         if at_home:
@@ -299,7 +298,7 @@ class SubgroupUpdate:
         return Run(master, fields, parameter if master.dtype == torch.float32 else None, shaped)
 
     def _staged(self, piece: Piece) -> Tensor:
-        """The piece's parameters on the host."""
+        """Return the piece's parameters on the host."""
         staged = self.on_host.parameter
         assert staged is not None, "what the host updates is staged"
         return staged[piece.run]
@@ -310,7 +309,7 @@ def _of_parameter(piece: Piece) -> Tensor:
 
 
 def _values(item: Item) -> Tensor:
-    """The piece's gradient."""
+    """Return the piece's gradient."""
     piece, gradient = item
     flat = flat_alias(gradient.values)
     assert flat is not None, "the gradient has the order of the record's memory"
@@ -318,7 +317,7 @@ def _values(item: Item) -> Tensor:
 
 
 class Placed(NamedTuple):
-    """An update where the parameters are. gradient_buffer: to which offloaded gradients have come, if they have."""
+    """An update on the device of the parameters. gradient_buffer: has the offloaded gradients, if there are any."""
 
     update: SubgroupUpdate
     state: State
@@ -327,16 +326,17 @@ class Placed(NamedTuple):
 
 @torch.no_grad()
 def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
-    """Prepare the update of subgroups together where their parameters are, with their states there.
+    """Prepare the update of subgroups together on the device of their parameters, with their states there.
 
-    Returns what updates them. Preparing takes the host milliseconds, and reads no memory that other work writes.
+    Returns the function that updates. Preparing takes the host milliseconds, and reads no memory that other work
+    writes.
     """
     batches = [each.update.prepare(each.state, each.gradient_buffer) for each in updates]
     first = updates[0].update
     update_together = first.subgroup.arena.rule.prepare(batches, first.settings)
 
     def apply() -> None:
-        # Here and not when it is prepared: state, and what user code wrote, may still be on the way then.
+        # Not while preparing: state, and parameters that user code wrote to, may still be in transit then.
         for each in updates:
             each.update.follow(each.state)
         update_together()
@@ -349,8 +349,8 @@ def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
 class Subject(NamedTuple):
     """One subgroup in a step.
 
-    update: None without any gradient. departed: the copies by which gradients left during backward.
-    late: what is updated and has not left.
+    update: None without any gradient. departed: the transits of gradients that backward has sent.
+    late: the items whose gradients are still to be sent.
     """
 
     subgroup: Subgroup
@@ -359,7 +359,7 @@ class Subject(NamedTuple):
     late: Sequence[Item]
 
     def found(self, state: Tier) -> SubgroupState:
-        """The subgroup as the step finds it, but for transfers under way. state: where that is."""
+        """Return the subgroup as the step finds it, without transits. state: the tier of its state."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
@@ -378,7 +378,7 @@ class Subject(NamedTuple):
         )
 
     def slot_bytes(self, *, staying: bool) -> int:
-        """Bytes of the slot that it needs. staying: its state has a place of its own there."""
+        """Return the bytes of the slot that it needs. staying: whether its state has room of its own on the device."""
         assert self.update is not None, "nothing passes through a slot without a gradient"
         state = 0 if staying else self.subgroup.state.carved_bytes
         return state + (self.subgroup.passing_bytes if self.update.offloaded else 0)

@@ -1,6 +1,6 @@
-"""The parts of a DTensor: its local tensor, and the layout that it is made with. Torch 2.6 to 2.13.
+"""The parts of a DTensor: its local tensor, and its layout. Torch 2.6 to 2.13.
 
-`DTensor.to_local` gives the same tensor only where autograd is off, at the price of a change of mode.
+`DTensor.to_local` returns the same tensor only where autograd is off, at the price of a change of mode.
 `DTensor.from_local` moves the part to the device of the mesh, where a part on the host must stay.
 """
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 local_tensor: Callable[[Any], Any] = operator.attrgetter("_local_tensor")
-"""This rank's part of a DTensor."""
+"""Returns this rank's part of a DTensor."""
 
 
 def set_local_tensor(dtensor: Any, part: Tensor) -> None:
-    """Give a DTensor another part, of the same shape and dtype."""
+    """Set another part of a DTensor, of the same shape and dtype."""
     dtensor._local_tensor = part
 
 
 def dtensor_as(like: Any, part: Tensor, shape: Sequence[int] | None = None) -> Any:
-    """A DTensor laid out as `like` is, of this part, without a copy.
+    """Return a DTensor laid out as `like` is, with this part, without a copy.
 
     shape: of the whole tensor, if another than that of `like`, and in row-major order.
     """
@@ -34,7 +34,7 @@ def dtensor_as(like: Any, part: Tensor, shape: Sequence[int] | None = None) -> A
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     extra = {"shard_order": spec.shard_order} if hasattr(spec, "shard_order") else {}  # not in torch 2.6
     # A DTensor takes its part's offset for its own address, and torch.distributed.checkpoint takes a DTensor with an
-    # address for one with memory. So it is made of what lies at offset 0.
+    # address for one with memory. So it is made with a part at offset 0.
     at_0 = part.as_strided(part.size(), part.stride(), 0)
     found = type(like)(at_0, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta, **extra), requires_grad=False)
     set_local_tensor(found, part)

@@ -1,7 +1,8 @@
-"""FSDP2's private state (`torch/distributed/fsdp/_fully_shard`): its parameter groups, and when each is gathered.
+"""FSDP2's private state (`torch/distributed/fsdp/_fully_shard`): its parameter groups, and hooks before all-gathers.
 
-`FSDPModule.unshard` is public, but neither a forward nor a prefetch calls it. What `set_custom_all_gather` sets (not in
-2.6) is called when shards have been read. Torch 2.6 to 2.13; in 2.6 a module has one group, in 2.13 several.
+`FSDPModule.unshard` is public, but neither a forward nor a prefetch calls it. FSDP2 calls the function of
+`set_custom_all_gather` (not in 2.6) after it has read the shards. Torch 2.6 to 2.13; in 2.6 a module has one group, in
+2.13 several.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _WAITING = "_dos_waiting"
 
 
 def sharded_groups(model: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups, each of what one `fully_shard` of the model or of a module in it gathers together."""
+    """Return FSDP2's parameter groups, one for each `fully_shard` of the model or of a module in it."""
     implementation = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     groups: dict[Any, None] = {}
     for module in model.modules() if implementation is not None else ():
@@ -31,7 +32,7 @@ def sharded_groups(model: nn.Module) -> list[Any]:
 
 
 def modules_of(group: Any) -> set[nn.Module]:
-    """The modules that its parameters are of. While they run, they have gathered ones, which no optimizer sees."""
+    """Return the modules of the group's parameters. While they run, they have gathered parameters instead."""
     infos = [each._module_info for each in group.fsdp_params]
     return {module for info in infos for module in (info.module, *info.shared_modules)}
 
@@ -39,8 +40,8 @@ def modules_of(group: Any) -> set[nn.Module]:
 def wait_before_gathering(group: Any, waits: Any) -> None:
     """Call `waits.before_gathering(parameters)` each time before shards are read, on each stream that reads them.
 
-    Until `end_waiting`, or until it is gone. All ways lead through the group's `unshard`: a module's forward, what FSDP
-    prefetches from there, and `module.unshard()`, as pipelines call it.
+    It lasts until `end_waiting`, or until `waits` is collected. All callers use the group's `unshard`: a module's
+    forward, prefetches of FSDP2, and `module.unshard()`, as pipelines call it.
     """
     if _WAITING not in vars(group):
         waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -49,7 +50,7 @@ def wait_before_gathering(group: Any, waits: Any) -> None:
 
 
 def end_waiting(group: Any, waits: Any) -> None:
-    """The end of `wait_before_gathering`."""
+    """Undo `wait_before_gathering`."""
     waiting = vars(group).get(_WAITING)
     if waiting is not None:
         waiting.discard(waits)
@@ -58,14 +59,14 @@ def end_waiting(group: Any, waits: Any) -> None:
 
 
 def _waits_first(group: Any, waiting: weakref.WeakSet[Any]) -> Callable[..., Any]:
-    """The group's `unshard`, after those that wait."""
+    """Return a function that waits, then calls the group's `unshard`."""
     unshard = group.unshard
 
     @functools.wraps(unshard)
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        parameters = [each.sharded_param for each in group.fsdp_params]  # as the optimizer has them
-        # The shards are copied into the all-gather's input on a stream of its own, which does not wait for the present
-        # one. There is none before the first forward.
+        parameters = [each.sharded_param for each in group.fsdp_params]  # the parameters that the optimizer has
+        # FSDP2 copies shards into the all-gather's input on another stream, which does not wait for the present one, so
+        # that both must wait. It does not exist before the first forward.
         apart = getattr(group.comm_ctx, "all_gather_copy_in_stream", None)
         for waits in list(waiting):
             waits.before_gathering(parameters)

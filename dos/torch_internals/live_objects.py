@@ -1,6 +1,6 @@
-"""All objects of the process, by the garbage collector: the modules that parameters may have moved to.
+"""All modules of the process, by the garbage collector.
 
-Nothing tells when a parameter is replaced: `fully_shard` writes to `module._parameters`, past the hooks on registration
+No hook runs when a parameter is replaced: `fully_shard` writes to `module._parameters`, past the hooks on registration
 (`register_module_parameter_registration_hook`). Torch 2.6 to 2.13.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def parameters_of_all_modules() -> list[Tensor]:
-    """The parameters that any module of the process has; it takes some 50 ms."""
+    """Return the parameters of all modules of the process; takes some 50 ms."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    # A module whose constructor has not run has none.
+    # A module whose constructor has not run has no `_parameters`.
     return [p for module in modules for p in vars(module).get("_parameters", {}).values() if p is not None]

@@ -1,4 +1,4 @@
-"""The state of torch now, and what it compiles: flags without a public reader in torch 2.6 to 2.13."""
+"""The present modes of torch: flags without a public reader in torch 2.6 to 2.13."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd import profiler
 
 disable_dynamo = torch._disable_dynamo
-"""Keeps torch.compile out of a method, as torch does with those of its optimizers.
+"""Keeps torch.compile out of a method, as torch does for its optimizers.
 
 `torch.compiler.disable` imports torch._dynamo at once, which takes seconds; this does when the method is called.
 """
@@ -20,7 +20,7 @@ next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward: of a recomputed forward, too."""
+    """Return whether this thread runs a backward, or a forward that a backward recomputes."""
     return backward_number() != -1
 
 
@@ -29,16 +29,16 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
-    """Call this at the end of the backward that runs, the innermost one, unless that raises."""
+    """Call `call` when the backward that runs, the innermost one, ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_profiled() -> bool:
-    """Whether a profiler of torch records."""
+    """Return whether a profiler of torch records."""
     return profiler._is_profiler_enabled
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module runs as one compiled whole, through torch.compile(module) or module.compile()."""
-    dynamo = sys.modules.get("torch._dynamo")  # nothing is compiled before this is imported, which takes seconds
+    """Return whether the module runs compiled as a whole, through torch.compile(module) or module.compile()."""
+    dynamo = sys.modules.get("torch._dynamo")  # no module is compiled before this is imported, which takes seconds
     return dynamo is not None and (isinstance(module, dynamo.OptimizedModule) or module._compiled_call_impl is not None)

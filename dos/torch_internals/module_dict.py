@@ -1,7 +1,7 @@
-"""The order of a module's `__dict__`: what comes first is copied and pickled first. Torch 2.6 to 2.13.
+"""The order of a module's `__dict__`: the first attribute is copied and pickled first. Torch 2.6 to 2.13.
 
-Modules have no hook for that: those on `state_dict()` are not called. `__deepcopy__` and `__reduce_ex__` in the module
-itself would take the place of what its class has.
+Modules have no hook for copies: hooks on `state_dict()` do not run. `__deepcopy__` and `__reduce_ex__` in the module
+itself would replace the methods of its class.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ from torch import nn
 
 
 def set_first(module: nn.Module, name: str, value: object) -> None:
-    """Set an attribute that comes before all others, above all the parameters."""
+    """Set an attribute before all others, in particular before the parameters."""
     object.__setattr__(module, "__dict__", {name: value, **vars(module)})

@@ -1,8 +1,8 @@
-"""A module's `_parameters`, where its parameters are read and exchanged, and `_apply`, by which it moves.
+"""A module's `_parameters`, from which code reads its parameters, and `_apply`, by which it moves.
 
 Torch 2.6 to 2.13.
 
-Modules have no hook for either. FSDP2 exchanges parameters in the same way (`_fsdp_param.py`, `unsafe_setattr_param`).
+Modules have no hook for either. FSDP2 replaces parameters in the same way (`_fsdp_param.py`, `unsafe_setattr_param`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class WatchedParameters(dict[str, Any]):
 
 
 def watch_parameters(module: nn.Module, before_reading: Callable[[], None]) -> None:
-    """Have this called before the module's own parameters are read."""
+    """Call `before_reading` before the module's own parameters are read."""
     vars(module)["_parameters"] = WatchedParameters(own_parameters(module), before_reading)
 
 
@@ -55,19 +55,19 @@ def unwatch_parameters(module: nn.Module) -> None:
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """The module's own parameters by name, read without a word to who watches."""
+    """Return the module's own parameters by name, without calling `before_reading`."""
     return dict(dict.items(vars(module)["_parameters"]))
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
-    """As `module.parameters()`, read without a word to who watches."""
+    """Return `module.parameters()` as a list, without calling `before_reading`."""
     modules = module.modules() if recurse else (module,)
     found = (p for each in modules for p in own_parameters(each).values() if p is not None)
     return list({id(p): p for p in found}.values())
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move the model's buffers, and nothing else, to a device."""
+    """Move the model's buffers, and no parameters, to a device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -75,24 +75,25 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def exchange(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """Put a parameter in the place of another one of the same name."""
-    # Not by `register_parameter`, which checks, and could put it behind the others: state dicts would have another
+    """Replace the module's parameter of this name."""
+    # Not by `register_parameter`, which checks, and could move the name to the end: state dicts would have another
     # order while a block runs.
     if type(module).__setattr__ is nn.Module.__setattr__:
         vars(module)["_parameters"][name] = parameter
-    else:  # such as that of nn.GRU, which keeps a list of its weights besides
+    else:  # nn.GRU, for one, has a list of its weights besides
         setattr(module, name, parameter)
 
 
 def tensors_in(arguments: Any) -> list[Tensor]:
-    """All tensors in nested tuples, lists and dicts, and what else torch looks into."""
+    """Return all tensors in nested tuples, lists, dicts and other containers that torch knows."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
 class _Refusal:
-    """Stands for `module._apply`, and raises; a copy or pickle of the module gets the method of its class."""
+    """A replacement of `module._apply` that raises; a copy or pickle of the module gets the method of its class."""
 
     def __init__(self, module: nn.Module, refuse: Callable[[], None]) -> None:
+        # Weak: the module refers to this, and a cycle would leave its memory to the garbage collector.
         self._module, self._refuse = weakref.ref(module), refuse
 
     def __call__(self, *_: object, **__: object) -> Any:
@@ -104,7 +105,7 @@ class _Refusal:
 
 
 def refuse_to_move(module: nn.Module, refuse: Callable[[], None]) -> None:
-    """Have `to`, `cuda`, `half` and their like call this instead, which raises."""
+    """Make `to`, `cuda`, `half` and similar methods call `refuse` instead, which raises."""
     vars(module)["_apply"] = _Refusal(module, refuse)
 
 

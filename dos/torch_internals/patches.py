@@ -1,6 +1,6 @@
-"""Functions of torch that are replaced, for all of the process, where torch calls no hook. Torch 2.6 to 2.13.
+"""Replaces functions of torch, for the whole process, where torch calls no hook. Torch 2.6 to 2.13.
 
-Clipping is a function of gradients, which no module and no optimizer is told of. DistributedDataParallel broadcasts
+Clipping is a function of gradients, which calls no module and no optimizer. DistributedDataParallel broadcasts
 parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`.
 """
 
@@ -15,10 +15,10 @@ from torch import nn
 
 
 def replace_clipping(name: str, ours: Callable[..., Any]) -> None:
-    """Let torch's function of this name call ours, which gets what it called before as its first argument.
+    """Let torch's function of this name call ours, with the function that it called before as the first argument.
 
-    It is a wrapper that enters `no_grad`. What that calls is exchanged, because other modules may have imported the
-    wrapper under any name.
+    torch's function is a wrapper that enters `no_grad`. Only the function within is replaced, because other modules may
+    have imported the wrapper under any name.
     """
     wrapper = getattr(torch.nn.utils.clip_grad, name)
     cells = [cell for cell in wrapper.__closure__ or () if cell.cell_contents is getattr(wrapper, "__wrapped__", None)]
@@ -31,7 +31,7 @@ def replace_clipping(name: str, ours: Callable[..., Any]) -> None:
 
 
 def call_before_broadcasts(call: Callable[[nn.Module], None]) -> None:
-    """Call this with the model before DistributedDataParallel broadcasts that."""
+    """Call `call` with the model before DistributedDataParallel broadcasts it."""
     implementation = torch.nn.parallel.distributed
     broadcast = getattr(implementation, "_sync_module_states", None)
     if broadcast is None:  # torch without torch.distributed

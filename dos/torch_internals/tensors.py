@@ -1,6 +1,6 @@
-"""Private attributes of tensors, and of their storages. None of them has a public name in torch 2.6 to 2.13.
+"""Private attributes of tensors and of their storages, without public names in torch 2.6 to 2.13.
 
-`torch.func.debug_unwrap`, which 2.6 does not have, can take the place of `unwrapped` one day.
+`torch.func.debug_unwrap`, which 2.6 does not have, can replace `unwrapped` one day.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 version_counter: Callable[[Tensor], int] = operator.attrgetter("_version")
-"""How often the tensor, or another that shares its counter, was written to in place.
+"""Returns the number of in-place writes to the tensor, or to another one that shares its counter.
 
-Backward compares it, to refuse saved tensors that were written to. An inference tensor has none: RuntimeError.
+Backward compares it, to refuse saved tensors that were written to. Raises RuntimeError for an inference tensor.
 """
 
 storage_address: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""Where torch's storage object is: the same for all tensors in one piece of memory, though that may move."""
+"""Returns the address of torch's storage object: the same for all tensors of the storage, whose memory may move."""
 
 tensor_address: Callable[[Tensor], int] = operator.attrgetter("_cdata")
-"""Where torch's tensor object is. `model.to()` may put another one behind the same Python object."""
+"""Returns the address of torch's tensor object. `model.to()` may put another one behind the same Python object."""
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
-"""Whether one storage has the tensor's values: not those of a sparse or MKLDNN tensor, or within torch.func."""
+"""Returns whether one storage has the tensor's values: not of a sparse or MKLDNN tensor, or within torch.func."""
 
 is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
-"""Whether it stands for zeros that lie nowhere, as forward-mode AD makes them: it has a storage, but no address."""
+"""Returns whether the tensor stands for zeros without memory, as in forward-mode AD: it has a storage, no address."""
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether the tensor is a view of another one."""
+    """Return whether the tensor is a view of another one."""
     return tensor._base is not None
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that this is a view of, and whose counter of writes it shares; itself if it is no view."""
+    """Return the tensor of which this is a view, and whose version counter it shares; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def converted_from(tensor: Tensor) -> Tensor | None:
-    """The leaf of which this is a conversion to another dtype, or a view of one, by autograd's graph; None: of none."""
+    """Return the leaf of which this is a conversion to another dtype, or a view of one, by autograd; else None."""
     node = base_of(tensor).grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return None
@@ -51,21 +51,21 @@ def converted_from(tensor: Tensor) -> Tensor | None:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Whether it is of a subclass that has its values in other tensors."""
+    """Return whether the tensor is of a subclass that has its values in other tensors."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     return wraps
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """The tensor out of what torch.func wraps around it, such as with torch.func.vmap."""
+    """Return the tensor without the wrappers of torch.func, such as of torch.func.vmap."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def hook_again(parameter: Tensor) -> None:
-    """Have hooks that are listed called again by the tensor object that a swap has put behind the parameter.
+    """Let the tensor object that a swap has put behind the parameter call the parameter's hooks again.
 
-    `register_post_accumulate_grad_hook` does so with the first hook alone.
+    `register_post_accumulate_grad_hook` does so only with the first hook.
     """
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks, and which parameters belong to one block alone."""
+"""Finds the blocks of a model, and the parameters that belong to one block alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_parameters import own_parameters
 
 Amount = int | float | Literal["auto"]
-"""How many blocks stay on the device: a number, a share (a float), or as the plan says."""
+"""How many blocks stay on the device: a number, a share (a float), or the plan's choice."""
 
 
 @dataclass
@@ -27,7 +27,8 @@ class Member:
     """A parameter of a block, and the modules that have it, each with its name there.
 
     trained: whether an optimizer updates it.
-    where: these, known weakly: a model's hooks have its blocks, and it should go without the garbage collector.
+    where: the modules, weakly, with the names: a model's hooks refer to its blocks, and a cycle would leave the model
+        to the garbage collector.
     """
 
     parameter: Tensor
@@ -35,18 +36,18 @@ class Member:
     where: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
     def add(self, module: nn.Module, name: str) -> None:
-        """A module has it under this name."""
+        """Add a module that has the parameter under this name."""
         self.where.append((weakref.ref(module), name))
 
     @property
     def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """The modules that have it, and its name in each."""
+        """The modules that have the parameter, and its name in each."""
         found = ((reference(), name) for reference, name in self.where)
         return ((module, name) for module, name in found if module is not None)
 
 
 def checked_weights(value: object) -> Amount | None:
-    """How many blocks stay: a number as an int, a share from 0 to 1 as a float, "auto", or None.
+    """Return how many blocks stay: a number as an int, a share from 0 to 1 as a float, "auto", or None.
 
     Raises TypeError or ValueError for anything else.
     """
@@ -65,22 +66,22 @@ def checked_weights(value: object) -> Amount | None:
 
 
 def staying(amount: Amount, count: int) -> int:
-    """How many of so many blocks stay; none at first where the plan says."""
+    """Return how many of `count` blocks stay; none at first where the plan decides."""
     if amount == "auto":
         return 0
     return min(count, math.floor(amount * count) if isinstance(amount, float) else amount)
 
 
 def spread(count: int, staying: int) -> frozenset[int]:
-    """Which of `count` blocks stay: evenly spread, so that the transfers of the others have compute between them."""
+    """Return which of `count` blocks stay: evenly spread, so that fetches of all others overlap with compute."""
     return frozenset((2 * i + 1) * count // (2 * staying) for i in range(staying))
 
 
 def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn.Module]:
-    """The modules whose weights move one after another.
+    """Return the modules whose weights move one after another.
 
-    blocks: as the user names them; None: the longest ModuleList of modules of one type.
-    Raises TypeError for what are no modules, ValueError if there are none, or some are not of the model.
+    blocks: the user's choice; None: the longest ModuleList of modules of one type.
+    Raises TypeError for objects that are no modules, ValueError if there are none, or some are not in the model.
     """
     if blocks is None:
         lists = [
@@ -114,7 +115,7 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn
 
 
 def check_streamable(model: nn.Module, parameters: Collection[Tensor]) -> None:
-    """Raise ValueError for a model whose weights cannot stream, with the way."""
+    """Raise ValueError for a model whose weights cannot stream; the message says what to do."""
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             "weights= is for one process, found DistributedDataParallel; on several GPUs use FSDP2 with "
@@ -135,7 +136,7 @@ def check_streamable(model: nn.Module, parameters: Collection[Tensor]) -> None:
 
 
 def members_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Member]]:
-    """The parameters of each block: those that no module outside of it has, and whose memory can be exchanged."""
+    """Return the parameters of each block that no module outside of it has, and whose memory can be replaced."""
     inside = defaultdict[nn.Module, set[int]](set)
     for number, block in enumerate(blocks):
         for module in block.modules():
@@ -151,8 +152,8 @@ def members_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Membe
             owners[id(parameter)] |= numbers
             for number in numbers - outside:
                 found[number].setdefault(id(parameter), Member(parameter)).add(module, name)
-    # A parameter of two blocks would be fetched for one and be stale in the other, and one that a module outside of
-    # all blocks has, too, is read when no block runs.
+    # A parameter of two blocks would be fetched for one and be stale in the other. A parameter that a module outside of
+    # all blocks has, too, is read while no block runs.
     return [
         [member for key, member in mine.items() if len(owners[key]) == 1 and _can_stream(member.parameter)]
         for mine in found
@@ -160,5 +161,5 @@ def members_of(model: nn.Module, blocks: Sequence[nn.Module]) -> list[list[Membe
 
 
 def _can_stream(parameter: Tensor) -> bool:
-    """Whether its values can lie anywhere: not if it is of a class of its own, or has gaps in its memory."""
+    """Return whether the parameter's memory can be replaced: not if it is of a subclass, or has gaps in memory."""
     return type(parameter) is nn.Parameter and is_dense(parameter) and not parameter.is_neg() and parameter.numel() > 0

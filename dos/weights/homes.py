@@ -1,4 +1,4 @@
-"""Moves a model into its homes on the host, block by block, and blocks between there and the device."""
+"""Moves the blocks of a model to their homes on the host, and blocks between home and device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Group = dict[str, Any]
 
 
 class WeightHomes:
-    """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones beside.
+    """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones apart.
 
-    stream: moves the weights of those that stream.
+    stream: moves the weights of blocks that stream.
     """
 
     stream: WeightStream
@@ -46,9 +46,9 @@ class WeightHomes:
         watcher: Any,
         lock: Any,
     ) -> None:
-        """Move each block to its home, or to the device for good, and everything else there. Nothing is in flight.
+        """Move each block to its home, or to the device to stay, and all else to the device. Nothing may be in flight.
 
-        modules: the blocks; None: found. watcher, lock: see WeightStream.
+        modules: the blocks; None: see `find_blocks`. watcher, lock: see WeightStream.
         Raises ValueError or TypeError, with nothing changed, for a model whose weights cannot stream.
         """
         check_streamable(model, [p for group in groups for p in group["params"]])
@@ -57,14 +57,14 @@ class WeightHomes:
         before = stream_of(model)
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
-        # Its hooks would exchange parameters for copies that nothing fills any more. All checks come before this.
+        # Hooks of the former stream would set copies that no transfer fills any more. All checks come before this.
         if before is not None:
             before.detach()
         stays = spread(len(members), staying(self._amount, len(members)))
         streamed = {id(m.parameter) for each in members.values() for m in each}
         self._move_rest(model, streamed)
         self._registry.devices.streamed |= streamed & group_of.keys()
-        # Blocks are enrolled one by one, and the size of subgroups would follow from the first ones alone.
+        # Blocks are enrolled one by one, and the size of subgroups would follow from the first block alone.
         self._registry.expected = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
         blocks = {}
         for number, (module, mine) in enumerate(members.items()):
@@ -77,14 +77,14 @@ class WeightHomes:
         return sum(block.nbytes for block in self.stream.blocks)
 
     def workload(self) -> dict[str, Any]:
-        """The fields of a workload that describe the blocks, in the order in which forward uses them."""
+        """Return the fields of a workload that describe the blocks, in the order in which forward uses them."""
         ordered = self._ordered()
         count = None if self._amount == "auto" else sum(not block.streams for block, _ in ordered)
         limits = {} if count is None else {"blocks_least": count, "blocks_most": count}
         return {"blocks": tuple(load for _, load in ordered), **limits}
 
     def _ordered(self) -> list[tuple[Block, BlockLoad]]:
-        """Blocks with their subgroups, those that are frozen before the next that is not."""
+        """Return blocks and their loads in the order of subgroups; frozen blocks precede the next trained one."""
         index, found, start = self._registry.index, list[tuple[Block, BlockLoad]](), 0
         for block in self.stream.blocks:
             places = [index[s] for s in self._registry.subgroups_of(m.parameter for m in block.members)]
@@ -93,7 +93,7 @@ class WeightHomes:
         return sorted(found, key=lambda each: each[1][1:])
 
     def together(self, order: Iterable[int]) -> list[int]:
-        """Put all parameters of a block where the first of them is. order: their ids, with or without others."""
+        """Return `order`, ids of parameters, with all parameters of a block at the place of its first one."""
         block_of = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
         found = dict[int, None]()
         for parameter in order:
@@ -102,17 +102,17 @@ class WeightHomes:
         return list(found)
 
     def staying(self) -> frozenset[int]:
-        """The blocks that stay now, by their places in `workload`."""
+        """Return the blocks that stay now, by their places in `workload`."""
         return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)
 
     def follow(self, staying: frozenset[int], workload: Workload, room: float) -> bool:
-        """Move blocks so that these stay, by their places in `workload`; those that leave the device go first.
+        """Move blocks so that these stay, by their places in `workload`; return False if some have to wait.
 
-        room: bytes of device memory for weights now. State that the plan moves home in this step has its memory yet,
-        and the next forward would run out. Nothing is in flight. Returns False if some have to wait.
+        room: bytes of device memory for weights now. State that the plan moves home in this step still has its memory,
+        and the next forward would run out of memory. Nothing may be in flight.
         """
         ordered = self._ordered()
-        # First: blocks that come need the memory of those that go.
+        # Home first, because blocks that move to the device need the memory of blocks that leave it.
         for i, (block, _) in enumerate(ordered):
             if i not in staying:
                 self.move(block, streams=True)
@@ -146,7 +146,7 @@ class WeightHomes:
         check_host_memory(nbytes)
 
     def _move_rest(self, model: nn.Module, streamed: Collection[int]) -> None:
-        """Move what is of no block, and all buffers, to the device."""
+        """Move parameters of no block, and all buffers, to the device."""
         there = getattr(self._device, "torch_device", torch.device("cpu"))
         for parameter in parameters_of(model):
             if id(parameter) in streamed:
@@ -157,10 +157,10 @@ class WeightHomes:
         move_buffers(model, there)
 
     def _make(self, number: int, members: Sequence[Member], group_of: dict[int, Group], *, streams: bool) -> Block:
-        """Enrol a block's trained parameters, and move all of them."""
+        """Enrol a block's trained parameters, and move all its parameters."""
         registry = self._registry
         trained = [m.parameter for m in members if m.parameter.requires_grad]
-        # Each block has arenas of its own, so that no subgroup lies in two: a fetch waits for its own updates alone.
+        # Each block has arenas of its own, so that no subgroup lies in two: a fetch waits only for its own updates.
         registry.enrol([(p, group_of[id(p)]) for p in trained])
         block = Block(number, members, self._device)
         block.make_copies(getattr(self._device, "torch_device", torch.device("cpu")))
@@ -176,9 +176,9 @@ class WeightHomes:
         return block
 
     def move(self, block: Block, *, streams: bool) -> None:
-        """Move a block's weights home, or to the device for good, from wherever they are. Blocks.
+        """Move a block's weights home, or to the device to stay. Blocks.
 
-        Raises MemoryError or torch.OutOfMemoryError, with nothing moved, where there is no room.
+        Raises MemoryError or torch.OutOfMemoryError, with nothing moved, if the memory there is too small.
         """
         if block.streams == streams:
             return
@@ -192,11 +192,11 @@ class WeightHomes:
         for arena in {record.arena for record in records}:
             arena.streams = streams
         for record, each in zip(records, written, strict=True):
-            # With what user code had written until now: the address has changed, which alone says nothing any more.
+            # `written` was read before the move, because the record would take the new address for a write.
             record.relocate(written=each)
             self._registry.forget_batches(record)
         for subgroup in self._registry.subgroups_of(record.parameter for record in records):
-            # The host's staging has what has just been there, or nothing that is new.
+            # The staging is up to date where it was the home, and nowhere else.
             subgroup.newest.clear()
             if not streams and subgroup.arena.weights_at_home().has(subgroup.start, subgroup.stop):
                 subgroup.newest.update(subgroup.pieces)
@@ -218,15 +218,16 @@ class WeightHomes:
             flat = self._frozen[block].tensor[start : start + p.nbytes].view(p.dtype)
             places[id(p)] = flat.as_strided(p.size(), p.stride())
             start += aligned(p.nbytes)
-        # Parameter by parameter, each freed as its home has it, so that nothing is there twice.
+        # One parameter after the other, each released once its home has it, so that memory need not hold all twice.
         for member in block.members:
             home = places[id(member.parameter)]
             home.copy_(member.parameter.detach())
             member.parameter.data = home
+        # The copies have no values of their own after this: the next forward fetches them from the homes.
         block.free()
 
     def _move_to_device(self, block: Block) -> None:
-        # Waits: what the parameter had before may be the only memory that the copy reads, and goes below.
+        # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.
         block.fetch(()).wait()
         block.join()
         for member, copy in zip(block.members, block.copies, strict=True):

@@ -29,26 +29,26 @@ from dos.weights.block import Block
 from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
-"""Transfers and waits that are remembered if no step asks for them."""
+"""The most transfers and waits that are remembered if no step reads them."""
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, WeightStream] = weakref.WeakKeyDictionary()
 
 
 class WeightStream:
-    """The blocks of one model. It lives as long as the model, whose hooks have it; its optimizer may go before.
+    """The blocks of one model. It lives as long as the model, whose hooks refer to it, even without its optimizer.
 
     blocks: in the order of the model.
     """
 
-    # A block's way: `_before` its forward gives it copies and starts those of the next block; `_after` frees it, but
-    # for the last of the window, which backward needs at once. In backward `before_use` does the same for what a saved
-    # tensor or a recomputed forward asks for, in reverse; a block is freed once the gradient of its input is there, and
-    # the rest when backward ends, but for the first of the window, which the next forward uses unless a step comes.
-    # Forwards within backward free nothing: what they have computed is for the backward to come.
+    # A block's way: `_before` its forward fills its copies and starts to fetch the next block; `_after` releases it,
+    # unless it is in the last window, which backward needs at once. In backward, `before_use` fetches the block of a
+    # saved tensor or a recomputed forward, and the next one, in reverse order. A block is released once the gradient of
+    # its input is written, all others when backward ends, except the first window, which the next forward uses unless
+    # a step comes before. Forwards within backward release nothing, because their backward follows.
     #
-    # Autograd runs, of the nodes that can run, the one that was made last. So when it comes to the node that has made
-    # a block's input, all nodes of the block have run, with those that write gradients of its copies, and with those
-    # that no saved tensor tells of: checkpointing and functions with caches of their own hide theirs from our hooks.
+    # Of the nodes that can run, autograd runs the one that was made last. So when it runs the node that has made a
+    # block's input, all nodes of the block have run: nodes that write gradients of its copies, and nodes whose saved
+    # tensors our hooks do not see, as those of checkpointing and of functions with caches of their own.
     def __init__(
         self,
         device: Device,
@@ -57,27 +57,28 @@ class WeightStream:
         watcher: Any,
         lock: Any,
     ) -> None:
-        """watcher: whose `weights_ready` says after what homes have their newest values."""
+        """watcher: its `weights_ready` returns the jobs after which homes have their newest values."""
         self.blocks = tuple(blocks.values())
         self._device = device
+        # Weak: the model's hooks refer to this, and must keep neither the model nor its optimizer alive.
         self._model = weakref.ref(model)
         self._watcher = weakref.ref(watcher)
         self._lock = lock
         self._of = weakref.WeakKeyDictionary(blocks)
         self._by_storage = {block.storage: block for block in self.blocks}
         self._next = dict(itertools.pairwise(self.blocks))
-        """The block that forward used after each, the last time."""
+        """The block that the last forward used after each block."""
         self._before_that = {after: before for before, after in self._next.items()}
         self._last_run: Block | None = None
         self._late: Block | None = None
-        """The block that ran when a block after it had yet to be updated on the host."""
+        """The block that ran when a block after it still had to be updated on the host."""
         self._order = list(self.blocks)
-        """As the last forward has used them."""
+        """The blocks in the order in which the last forward has used them."""
         self._first, self._last = self._ends()
-        """The blocks that stream and are used first, and last, as many as the window holds."""
+        """The first and the last window: the blocks that stream and are used first, and last."""
         self._forwards = 0
         self._backwards: set[int] = set()
-        """The numbers of the backwards whose end is awaited."""
+        """The numbers of the backwards that run."""
         self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
         self._graphs = 0
@@ -102,7 +103,7 @@ class WeightStream:
         _of_model[model] = self
 
     def all_copies(self) -> list[Tensor]:
-        """The copies of all blocks."""
+        """Return the copies of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]
 
     @property
@@ -111,7 +112,7 @@ class WeightStream:
         return {id(c): m.parameter for b in self.blocks for c, m in zip(b.copies, b.members, strict=True)}
 
     def detach(self) -> None:
-        """Take all hooks away; the parameters stay where they are."""
+        """Remove all hooks; the parameters stay where they are."""
         self.free_all()
         for handle in self._handles:
             handle.remove()
@@ -128,17 +129,17 @@ class WeightStream:
         return sum(block.nbytes for block in self.blocks if block.filled)
 
     def stalls(self) -> Sequence[tuple[Mark, Mark]]:
-        """Where the caller's waits for weights began and ended since this was asked last."""
+        """Return where the caller's waits for weights began and ended since the last call of this."""
         given, self._stalls = self._stalls, deque(maxlen=_MOST_JOBS)
         return given
 
     def take_forwards(self) -> int:
-        """How many forwards made a graph since this was asked last."""
+        """Return the number of forwards that made a graph since the last call of this."""
         count, self._graphs = self._graphs, 0
         return count
 
     def moves(self) -> deque[Job]:
-        """The transfers since this was asked last, in the order of their issue."""
+        """Return the transfers since the last call of this, in the order of their issue."""
         given, self._moves = self._moves, deque(maxlen=_MOST_JOBS)
         return given
 
@@ -146,10 +147,10 @@ class WeightStream:
 
     @exclusive
     def _begin(self, _: nn.Module) -> None:
-        """A forward of the model begins."""
+        """Begin a forward of the model."""
         if in_backward():
             return  # the model itself is recomputed
-        # What an interrupted forward or backward has left would be stale after the next step.
+        # Copies that an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
             for block in self.blocks:
                 if block not in self._first or block.stale:
@@ -163,7 +164,7 @@ class WeightStream:
 
     @exclusive
     def _end(self, _: nn.Module) -> None:
-        """The forward has ended, however it did."""
+        """End a forward, even one that raised."""
         if in_backward():
             return
         self._forwards = max(0, self._forwards - 1)
@@ -172,7 +173,7 @@ class WeightStream:
             if block.running:
                 block.running = 0
                 block.use_homes()
-            # Where no graph was made, no backward needs the last ones.
+            # Where autograd made no graph, no backward needs the last window.
             if block not in self._last or not torch.is_grad_enabled():
                 self._free(block)
 
@@ -182,7 +183,7 @@ class WeightStream:
 
     @exclusive
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A block is about to run."""
+        """Fetch a block that is about to run, and set its copies."""
         block = self._of[module]
         if self._device.capturing():
             raise RuntimeError(
@@ -195,14 +196,14 @@ class WeightStream:
             self._use(block, self._next)
             watcher = self._watcher()
             if watcher is not None and block.streams:
-                # Of some no module says that it runs, as where attention reads the weights of its projection. Autograd
-                # is told of their updates now: it would take a later word for a write to what forward has saved.
+                # Some are read without a module that runs, as where attention reads its projection. Their
+                # versions rise now: autograd would take a later rise for a write to tensors that forward has saved.
                 watcher.finish_parameters([m.parameter for m in block.members])
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
             self._order.append(block)
-        # Not where a tensor is saved: within an operation autocast is always off.
+        # Read here and not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1
         block.use_copies()
@@ -211,9 +212,9 @@ class WeightStream:
 
     @exclusive
     def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
-        """It has run, or has raised."""
+        """Set the homes after a block has run, or has raised, and release the block."""
         block = self._of[module]
-        # It is called where a hook before it has raised, too, and `_before` has not counted.
+        # Torch calls this also where an earlier hook has raised, and `_before` has not counted.
         block.running = max(0, block.running - 1)
         if block.running:
             return
@@ -229,10 +230,10 @@ class WeightStream:
     # Backward.
 
     def _watch_outputs(self, block: Block, output: Any) -> None:
-        """Fetch the block when the gradient of its output is there: not all that it saves passes our hooks.
+        """Fetch the block when the gradient of its output is written: our hooks do not see all its saved tensors.
 
-        Hooks on saved tensors of user code within the block take the place of ours, and there are none of ours where
-        the block, or a part of the model, is called by itself.
+        User code's hooks on saved tensors within the block replace ours, and there are no hooks of ours where user code
+        calls the block, or a part of the model, by itself.
         """
         reference = weakref.ref(self)
 
@@ -246,10 +247,10 @@ class WeightStream:
                 tensor.register_hook(begins)
 
     def on_saving(self, tensor: Tensor) -> None:
-        """Fetch ahead what the host has updated since the block began. Called when autograd saves a tensor in forward.
+        """Fetch blocks ahead that the host has updated since this block began. Called when autograd saves a tensor.
 
-        Raises RuntimeError for a weight that was converted, as by autocast: it would stay on the device until backward,
-        block after block.
+        Raises RuntimeError for a weight that was converted, as by autocast: the converted weights of all blocks would
+        stay on the device until backward.
         """
         if self._late is not None:
             self._fetch_late()
@@ -263,13 +264,13 @@ class WeightStream:
             )
 
     def before_use(self, tensor: Tensor) -> None:
-        """Called before backward reads a saved tensor, which may be of a block's weights."""
+        """Fetch the block of a saved tensor, which backward is about to read, if it is a weight that streams."""
         block = self._block_of(tensor)
         if block is not None and block.streams:
             self._use_saved(block)
 
     def _block_of(self, tensor: Tensor) -> Block | None:
-        """The block of whose copies this is one, or a view of one."""
+        """Return the block of which this is a copy, or a view of one; None for other tensors."""
         storage = memory_of(tensor)
         return None if storage is None else self._by_storage.get(storage_address(storage))
 
@@ -279,7 +280,7 @@ class WeightStream:
 
     def _use_in_backward(self, block: Block) -> None:
         number = backward_number()
-        # Of each backward, for a nested one, as of reentrant checkpointing, ends before the one around it.
+        # Once for each backward: a nested one, as of reentrant checkpointing, ends before the one around it.
         if number not in self._backwards and number != -1:
             self._backwards.add(number)
             when_backward_ends(self._backward_ends)
@@ -287,9 +288,9 @@ class WeightStream:
         block.touched = True
 
     def _watch_inputs(self, block: Block, arguments: Any) -> None:
-        """Free the block in backward when the gradient of its input is there."""
+        """Release the block in backward when the gradient of its input is written."""
         tensors = [t for t in tensors_in(arguments) if t.requires_grad]
-        # A leaf has its gradient as soon as all that reads it has run, which need not be all of the block.
+        # A leaf has its gradient as soon as all nodes that read it have run, which need not be all nodes of the block.
         made = [t for t in tensors if not t.is_leaf] or [t for t in tensors if not isinstance(t, nn.Parameter)][:1]
         reference = weakref.ref(self)
 
@@ -303,14 +304,14 @@ class WeightStream:
 
     @exclusive
     def _passed(self, block: Block) -> None:
-        """Backward has come past the block."""
+        """Release the block, which backward has passed, and fetch the next one."""
         if block.touched and not block.running and block not in self._first:
             self._free(block)
             self._fetch_ahead(block, self._before_that)
 
     @exclusive
     def _backward_ends(self) -> None:
-        """Free what backward has not come past, such as a block whose input needs no gradient."""
+        """Release blocks that backward has not passed, such as a block whose input needs no gradient."""
         self._backwards.clear()
         for block in self.blocks:
             if block.touched and not block.running and block not in self._first:
@@ -320,11 +321,12 @@ class WeightStream:
     # Transfers.
 
     def _use(self, block: Block, order: Mapping[Block, Block]) -> None:
-        """Let the caller's queue use the block, and fetch those that follow in this order beside that."""
+        """Order the caller's queue behind the fetch of the block, and fetch the blocks that follow in this order."""
         before = self._device.mark() if block.streams and not block.joined else None
         if not block.filled:
             self._fetch(block)
         self._fetch_ahead(block, order)
+        # Last: the join holds the queue back, and later fetches are ordered behind the queue by their fence.
         block.join()
         if before is not None:
             self._stalls.append((before, self._device.mark()))
@@ -336,7 +338,7 @@ class WeightStream:
         try:
             self._moves.append(block.fetch(after))
         except torch.OutOfMemoryError:
-            # What was fetched ahead can be fetched again; then state can give way.
+            # First blocks that were fetched ahead, which can be fetched again; then state.
             for other in self.blocks:
                 if other is not block and not other.running and not other.touched:
                     self._free(other)
@@ -346,10 +348,10 @@ class WeightStream:
             self._moves.append(block.fetch(after))
 
     def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
-        """Start to fetch the blocks that are needed after this one, if their updates have ended and there is room."""
+        """Start to fetch the blocks after this one, if their updates have ended and the window has room."""
         room = WEIGHT_WINDOW - sum(each.filled and each.streams for each in self.blocks)
         following: Block | None = block
-        for _ in self.blocks:  # a block may come again
+        for _ in self.blocks:  # bounded, because a forward may use a block again
             following = None if following is None else order.get(following)
             if following is None or room <= 0:
                 return
@@ -358,13 +360,13 @@ class WeightStream:
                 if after is None:
                     self._late = block
                     return
-                with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when it is needed
+                with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when the block runs
                     self._moves.append(following.fetch(after))
                     room -= 1
 
     @exclusive
     def _fetch_late(self) -> None:
-        """Start to fetch what `_fetch_ahead` found not updated yet, while the block before it runs."""
+        """Start to fetch the blocks that `_fetch_ahead` found not updated, while the block before them runs."""
         block, self._late = self._late, None
         if block is not None and block.running and not in_backward():
             self._fetch_ahead(block, self._next)
@@ -381,7 +383,7 @@ class WeightStream:
             block.free()
 
     def free_all(self) -> None:
-        """Free what streams and is on the device: no forward and no backward runs."""
+        """Release all blocks that stream. No forward and no backward may run."""
         self._backwards.clear()
         for block in self.blocks:
             if block.running:
@@ -390,7 +392,7 @@ class WeightStream:
             self._free(block)
 
     def release_homes(self, blocks: Sequence[Block]) -> None:
-        """Let user code write to the homes of these: the device neither reads them, nor has fetched them ahead."""
+        """Let user code write to the homes of these: wait until no transfer reads them, and release fetched copies."""
         for block in blocks:
             self._free_unused(block)
             block.finish_reading()
@@ -401,18 +403,18 @@ class WeightStream:
             self._free(block)
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
-        """User code reads or writes parameters: they have the values of the last step once this returns."""
+        """Finish the updates of parameters that user code is about to read or write."""
         if block is not None:
-            self.release_homes([block])  # what user code writes is for the forwards to come, and for them alone
+            self.release_homes([block])  # user code may write: copies would miss that, and a running transfer read half
         watcher = self._watcher()
         if watcher is not None:
             watcher.finish_homes(parameters)
 
 
 class _Reading:
-    """Called before a module's parameters are read. block: to which they belong; while it runs the module has copies.
+    """A function called before a module's parameters are read, which does nothing while their block runs.
 
-    Weak, for a module has this, and the stream has hooks of the module.
+    block: the one to which they belong. The stream is referred to weakly, because the module refers to this.
     """
 
     def __init__(self, stream: WeightStream, parameters: Sequence[Tensor], block: Block | None) -> None:
@@ -425,12 +427,12 @@ class _Reading:
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
-    """The stream of this model's weights, if they stream."""
+    """Return the stream of this model's weights; None if they do not stream."""
     return _of_model.get(model)
 
 
 def check_homes(block: Block) -> None:
-    """Raise RuntimeError if user code has exchanged parameters of a block, or has unfrozen some."""
+    """Raise RuntimeError if user code has replaced parameters of a block, or has unfrozen some."""
     for member in block.members:
         if member.parameter.requires_grad and not member.trained:
             raise RuntimeError(

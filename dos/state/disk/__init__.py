@@ -1,4 +1,4 @@
-"""Room on disk for optimizer state, and how it is read and written."""
+"""Room on disk for optimizer state, and reads and writes of it."""
 
 from dos.state.disk.extent import PAGE, Extent
 from dos.state.disk.files import DiskError

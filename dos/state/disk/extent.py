@@ -1,4 +1,4 @@
-"""The room on disk of one subgroup's state, and what was written there."""
+"""The room on disk of one subgroup's state, and checksums of its contents."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PAGE = mmap.PAGESIZE
 
 
 class Contents(Enum):
-    ZEROS = auto()  # never written, and there may be anything on the drive
-    WRITTEN = auto()  # the checksums tell what
-    SHOWN = auto()  # the checksums tell what, but where user code has written since
+    ZEROS = auto()  # never written: read as zeros, whatever bytes are on the drive
+    WRITTEN = auto()  # the bytes have the checksums
+    SHOWN = auto()  # the bytes have the checksums, except where user code has written since
     TORN = auto()  # a write has begun and not ended
 
 
 class Piece(NamedTuple):
-    """Bytes of an extent, from `start` on, and where they are."""
+    """Bytes of an extent, from `start` on, and their place in a file."""
 
     file: DiskFile
     offset: int
@@ -32,12 +32,13 @@ class Piece(NamedTuple):
 class Extent:
     """Room on disk of one subgroup's state.
 
-    nbytes: a multiple of PAGE. requests: in which it is read and written. checksums: of these, as far as they were.
-    writers: how often other programs had written to its files when it was last compared.
+    nbytes: a multiple of PAGE. requests: the pieces in which it is read and written. checksums: of the requests that
+        were written.
+    writers: the number of writes by other programs to its files when it was last compared.
     """
 
     def __init__(self, pieces: Sequence[Piece], request_bytes: int) -> None:
-        """request_bytes: of a request, at most."""
+        """request_bytes: the most bytes of a request."""
         self.nbytes = sum(piece.nbytes for piece in pieces)
         self.pieces = pieces
         # All pieces advance at the same rate, so that all folders are busy until the end.
@@ -52,24 +53,24 @@ class Extent:
         self.writers = 0
 
     def count_writers(self) -> int:
-        """How often other programs have written to its files so far."""
+        """Return how often other programs have written to its files so far."""
         return sum(file.writers() for file in {piece.file for piece in self.pieces})
 
     def check_whole(self) -> None:
-        """Raise DiskError if a write of it has not ended."""
+        """Raise DiskError if a write of the extent has not ended."""
         if self.contents is Contents.TORN:
             path = self.pieces[0].file.path
             raise DiskError(errno.EIO, f"{path}: a write of {self.nbytes} bytes of state did not end")
 
     def compare(self, first: int, found: list[int]) -> None:
-        """Raise DiskError if something else has changed it.
+        """Raise DiskError if another program has changed the extent.
 
-        first: of its requests. found: checksums of that one and those after it.
-        User code writes to mappings, which nothing counts. So a difference where state was shown is taken for its own,
-        unless another program has written to the file, too.
+        first: the number of a request. found: checksums of that request and of the ones after it.
+        No system counts the writes of user code through mappings. So where state was exposed, a difference counts as
+        user code's, unless another program has written to the file, too.
         """
         last = first + len(found)
-        expected = self.checksums[first:last]  # zeros that were shown have none
+        expected = self.checksums[first:last]  # zeros that were exposed have none
         differ = next((i for i, each in enumerate(found) if expected[i : i + 1] != [each]), None)
         if differ is None:
             return

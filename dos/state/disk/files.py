@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 RESUME = "load the last checkpoint, with disk= in a folder that works or with more memory"
 LOST = f"this optimizer's state is lost: {RESUME}"
 RETRY = f"what was to be written is in memory yet: try again, or, where a step has failed part way, {RESUME}"
-"""Of a write, which outside of a step has changed nothing."""
+"""The remedy for a failed write, which outside of a step has changed nothing."""
 _PREFIX = "state-"
 _FIXED, _DONTFORK, _NOHUGEPAGE = 0x10, 10, 15
 """Linux's MAP_FIXED, MADV_DONTFORK and MADV_NOHUGEPAGE."""
@@ -37,9 +37,9 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class DiskError(OSError):
-    """State on disk could not be read or written, or is not what was written.
+    """State on disk could not be read or written, or differs from the state that was written.
 
-    found: what was found, without the remedy for an optimizer.
+    found: the message without the remedy for an optimizer.
     """
 
     def __init__(self, code: int | None, found: str, remedy: str = LOST) -> None:
@@ -50,13 +50,14 @@ class DiskError(OSError):
 class DiskFile:
     """A file of this process, in a directory of its user in the folder.
 
-    buffered: the descriptor that locks it and passes through the page cache. fd: the one to read and write with, which
-    passes the cache by where the file system can. share: of each extent. size: bytes. free: what of them is not in
-    use: where, how many. used_to: where what was ever used ends; zeros come after it.
+    buffered: the descriptor that locks it and passes through the page cache. fd: the descriptor to read and write with,
+    which bypasses the cache where the file system can. share: the share of each extent that is in this file. size: in
+    bytes. free: runs of bytes that are not in use: (offset, bytes). used_to: the end of all bytes that were ever used;
+    only zeros follow.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make it, and remove what crashes have left there. Raises OSError."""
+        """Create the file, and remove files that crashes have left in the folder. Raises OSError."""
         self.folder = folder
         try:
             directory = _own_directory(folder)
@@ -81,42 +82,42 @@ class DiskFile:
 
     @property
     def direct(self) -> bool:
-        """Whether it is read and written past the page cache (O_DIRECT)."""
+        """Whether reads and writes bypass the page cache (O_DIRECT)."""
         return self.fd != self.buffered
 
     def refused(self, fd: int, error: int) -> bool:
-        """Whether a transfer by this descriptor should be tried again: it failed because O_DIRECT is refused here."""
+        """Return whether a transfer should be tried again, because it failed where O_DIRECT is refused."""
         if error != errno.EINVAL or fd == self.buffered:
             return False
         self._use_cache(os.strerror(error))
         return True
 
     def writers(self) -> int:
-        """How often other programs have had it open for writing, and closed it, as far as the system tells."""
+        """Return how often other programs have closed the file after opening it for writing; see `Watch`."""
         return self._watch.count()
 
     def free_bytes(self) -> int:
-        """Bytes that it has and that are not in use."""
+        """Return the bytes of the file that are not in use."""
         return sum(nbytes for _, nbytes in self.free)
 
     def available(self) -> int:
-        """Bytes by which files may grow in its file system, whether its folder is still there or not."""
+        """Return the bytes by which files may grow in its file system, even if its folder was removed."""
         return shutil.disk_usage(self.buffered).free
 
     def drive(self) -> int:
-        """A number that files on one file system share."""
+        """Return a number that files on one file system share."""
         return os.fstat(self.buffered).st_dev
 
     def reserve(self, nbytes: int) -> None:
-        """Grow until so many bytes are free. Raises OSError; the file may have grown then, and `shrink()` undoes it."""
+        """Grow until `nbytes` are free. Raises OSError; the file may have grown then, and `shrink()` undoes it."""
         more = nbytes - self.free_bytes()
         if more <= 0:
             return
         available = self.available()
         try:
-            if available < more:  # the attempt would take from others all that is left
+            if available < more:  # the attempt would take all that is left from other programs
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            # Blocks are taken now: a sparse file would find the drive full in the middle of a step.
+            # Blocks are allocated now: a sparse file could find the drive full in the middle of a step.
             os.posix_fallocate(self.buffered, self.size, more)
         except OSError as error:
             raise OSError(
@@ -128,14 +129,14 @@ class DiskFile:
         self.size += more
 
     def shrink(self, size: int) -> None:
-        """Cut off its end, of which nothing may be in use. It stays, free, where the file system refuses."""
+        """Cut off the end of the file, which must not be in use. It stays, free, where the file system refuses."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.buffered, size)
             self.size, self.used_to = size, min(size, self.used_to)
             self.free = [run for run in self.free if sum(run) <= size]
 
     def take(self, nbytes: int) -> list[tuple[int, int]]:
-        """Bytes that are in use from now on, of what was reserved: where, how many."""
+        """Take reserved bytes into use; return their runs: (offset, bytes)."""
         taken = []
         while nbytes:
             offset, found = self.free.pop(0)
@@ -145,8 +146,8 @@ class DiskFile:
                 self.free.insert(0, (sum(taken[-1]), found - taken[-1][1]))
         return taken
 
-    def give_back(self, offset: int, nbytes: int) -> None:
-        """Bytes are free again: one run with those beside them, or the file system's where the file ends."""
+    def release(self, offset: int, nbytes: int) -> None:
+        """Make bytes free again: join them to free neighbours, and cut them off where the file ends."""
         self.used_to = max(self.used_to, offset + nbytes)
         runs, self.free = sorted([*self.free, (offset, nbytes)]), []
         for start, length in runs:
@@ -157,19 +158,19 @@ class DiskFile:
             self.shrink(self.free[-1][0])
 
     def check_size(self) -> None:
-        """Raise DiskError if it was truncated: touching a mapping of what is missing would be SIGBUS."""
+        """Raise DiskError if the file was truncated: touching a mapping of missing bytes would be SIGBUS."""
         found = os.fstat(self.buffered).st_size
         if found < self.size:
             raise DiskError(errno.EIO, f"{self.path}: expected {self.size} bytes, found {found}, was it truncated?")
 
     def show(self, offset: int, nbytes: int, address: int) -> None:
         """Map bytes over the memory at this address. Raises OSError."""
-        # What was read through an earlier mapping may be older than what was written directly.
+        # The page cache may have older bytes from an earlier mapping than direct writes have put on the drive.
         os.posix_fadvise(self.buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
         map_memory(address, nbytes, self.buffered, offset)
 
     def sync_mappings(self) -> None:
-        """Make writes through mappings visible to direct reads; others see them anyway. Raises DiskError."""
+        """Make writes through mappings visible to direct reads; reads through the cache see them. Raises DiskError."""
         try:
             if self.direct:
                 os.fdatasync(self.buffered)
@@ -177,18 +178,18 @@ class DiskFile:
             raise DiskError(error.errno, f"{self.path}: writing state failed: {error.strerror}") from error
 
     def close(self, *, remove: bool) -> None:
-        """Close it. remove: and remove it; mappings keep its bytes."""
+        """Close the file. remove: whether to remove it, too; mappings keep its bytes."""
         self._watch.close()
         if remove:
-            with contextlib.suppress(OSError):  # it is gone, or its file system is
+            with contextlib.suppress(OSError):  # the file or its file system was removed
                 self.path.unlink()
         for fd in {self.buffered, self._direct}:
-            with contextlib.suppress(OSError):  # others have closed it; further files are to go all the same
+            with contextlib.suppress(OSError):  # user code has closed it; further files must be closed all the same
                 os.close(fd)
-        self.fd = self.buffered = self._direct = -1  # their numbers may become other files'
+        self.fd = self.buffered = self._direct = -1  # the system may give these numbers to other files
 
     def _use_cache(self, why: str) -> None:
-        self.fd = self.buffered  # the other stays open: another thread may be using it
+        self.fd = self.buffered  # the direct descriptor stays open: another thread may be using it
         _warn_buffered(self.folder, why)
 
 
@@ -199,7 +200,7 @@ def map_memory(address: int, nbytes: int, fd: int = -1, offset: int = 0) -> None
         error = ctypes.get_errno()
         why = f"mapping {nbytes} bytes of state failed: {os.strerror(error)}; raise vm.max_map_count or ulimit -v"
         raise OSError(error, why)
-    # What a forked child writes would be its parent's state. Zeros are as what `lazy_zeros` gives in parts.
+    # A forked child that writes to a file's mapping would change its parent's state. Zeros are as in `lazy_zeros`.
     _libc.madvise(address, nbytes, advice)
 
 
@@ -221,19 +222,19 @@ def _own_directory(folder: Path) -> Path:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove files that are not locked: the processes that made them have ended."""
+    """Remove files that are not locked: the processes that created them have ended."""
     for path in directory.glob(_PREFIX + "*"):
         with contextlib.suppress(OSError):  # in use, or gone meanwhile, or the file system has no locks
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, as NFS locks what is open for reading
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, the only lock of NFS for files open to read
                 path.unlink()
             finally:
                 os.close(fd)
 
 
 def _create(directory: Path) -> tuple[Path, int]:
-    """A new file, and the descriptor that locks it until the last process that has it ends."""
+    """Create a file; return it, and the descriptor that locks it until the last process that has it ends."""
     while True:
         fd, name = tempfile.mkstemp(prefix=_PREFIX, dir=directory)
         os.fchmod(fd, 0o600)  # whatever the umask
@@ -255,7 +256,7 @@ def _warn_buffered(folder: Path, why: str) -> None:
 
 
 def check_disk(nbytes: int, folders: Sequence[Path]) -> None:
-    """Raise OSError if the drives of these folders, which need not exist yet, have not so much room."""
+    """Raise OSError if the drives of these folders, which need not exist yet, have less than `nbytes` free."""
     drives = {}
     for folder in folders:
         try:
@@ -272,7 +273,7 @@ def check_disk(nbytes: int, folders: Sequence[Path]) -> None:
 
 
 def _drive(path: Path) -> tuple[int, Path] | None:
-    """The number of its file system, and the path; None if there is nothing. Raises OSError if that cannot be seen."""
+    """Return the number of the path's file system, and the path; None if it does not exist. Raises OSError."""
     try:
         return path.stat().st_dev, path
     except (FileNotFoundError, NotADirectoryError):

@@ -23,25 +23,26 @@ _adam = load_extension()
 _REQUEST_BYTES = 8 << 20
 _THREADS = 4
 _PROBE_BYTES = 16 << 20
-"""With which a folder's rate is measured."""
+"""The bytes that are written and read to measure a folder's rate."""
 
 
 class DiskSpace:
     """Files in some folders, over which each extent is striped in proportion to the folders' rates.
 
-    Folders are made where they are missing, and what crashes have left in them is removed. Others, of this process
-    or another, may be in the same folders. One thread may read while another writes another extent; all else is for
-    one thread at a time. The files go with this object, or when the interpreter ends; a forked child cannot use them.
+    Missing folders are created, and files that crashes have left in them are removed. Several instances, of this
+    process or others, may use the same folders. One thread may read while another writes another extent; no other calls
+    may run at once. The files are removed with this object, or when the interpreter ends; a forked child cannot use
+    them.
 
-    nbytes: allocated, in extents.
+    nbytes: allocated in extents.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """Raises OSError if a folder cannot be used."""
+        """Create the files. Raises OSError if a folder cannot be used."""
         self.nbytes = 0
         self._owner = os.getpid()
         self._files: list[DiskFile] = []
-        # Before the first file: an error in between would leave one in the user's folder.
+        # Before the first file: an error in between would leave a file in the user's folder.
         self._finalizer = weakref.finalize(self, _close, self._files, self._owner)
         try:
             for folder in folders:
@@ -55,11 +56,11 @@ class DiskSpace:
 
     @property
     def direct(self) -> bool:
-        """Whether all files are read and written past the page cache (O_DIRECT)."""
+        """Whether reads and writes of all files bypass the page cache (O_DIRECT)."""
         return all(file.direct for file in self._files)
 
     def free_bytes(self) -> int:
-        """Bytes that can still be allocated, until the first of the file systems is full."""
+        """Return the bytes that can still be allocated until the first of the file systems is full."""
         free: dict[int, int] = {}
         share: dict[int, float] = {}
         for file in self._files:
@@ -71,7 +72,7 @@ class DiskSpace:
     def allocate(self, sizes: Sequence[int]) -> list[Extent]:
         """Allocate extents of these sizes (bytes, multiples of PAGE) on the drives, all or none.
 
-        Raises OSError if there is no room for them.
+        Raises OSError if a drive has too little room.
         """
         self._check_process()
         cuts = [self._stripe(size) for size in sizes]
@@ -92,12 +93,12 @@ class DiskSpace:
             extents.append(Extent(pieces, _REQUEST_BYTES))
         return extents
 
-    def free(self, extent: Extent) -> None:
-        """Give its room to others. The extent must not be used any more."""
+    def release(self, extent: Extent) -> None:
+        """Release an extent for use by others. It must not be used any more."""
         self._check_process()
         self.nbytes -= extent.nbytes
         for file, offset, nbytes, _ in extent.pieces:
-            file.give_back(offset, nbytes)
+            file.release(offset, nbytes)
         extent.pieces, extent.requests, extent.nbytes = [], [], 0
 
     def write(self, extent: Extent, buffer: Tensor) -> None:
@@ -106,33 +107,33 @@ class DiskSpace:
         buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError.
         """
         address = self._address(extent, buffer)
-        # Until the write has ended: user code may catch its error, and what is half written must not pass for state.
+        # Until the write has ended: user code may catch its error, and half a write must not pass for state.
         extent.contents = Contents.TORN
         extent.checksums = self._transfer(extent.requests, address, write=True)
         extent.contents = Contents.WRITTEN
 
     def read(self, extent: Extent, buffer: Tensor) -> None:
-        """Read an extent: what was written last, else zeros.
+        """Read an extent: the bytes that were written last, else zeros.
 
         buffer: 1-D uint8 CPU tensor of `extent.nbytes`, that begins on a page. Raises DiskError, also if the file has
-        something else than what was written.
+        other bytes than were written.
         """
         address = self._address(extent, buffer)
         if extent.contents is Contents.ZEROS:
             buffer.zero_()
             return
         extent.check_whole()
-        # Before it is read: a program that writes meanwhile is then noticed the next time.
+        # Counted before the read: a program that writes meanwhile is then noticed the next time.
         writers = extent.count_writers()
         extent.compare(0, self._transfer(extent.requests, address, write=False))
         extent.writers = writers
 
     def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
-        """Map bytes of an extent, from `start` on, over the memory at this address, where users may read and write.
+        """Map bytes of an extent, from `start` on, over the memory at this address, where user code may read and write.
 
         start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
-        `hide()` before the next write or `show()` after it. Raises DiskError, also if the file has something else than
-        what was written by us or user code, and OSError if the system maps no more.
+        `hide()` before the next write or `show()` after it. Raises DiskError, also if the file has other bytes than we
+        or user code have written, and OSError if the system refuses the mapping.
         """
         self._check_process()
         extent.check_whole()
@@ -140,7 +141,7 @@ class DiskSpace:
             piece.file.check_size()
         writers = extent.count_writers()
         if extent.contents is Contents.ZEROS:
-            # Another extent may have left bytes there. Beyond `used_to` the file system gives zeros by itself.
+            # Another extent may have left bytes there. Beyond `used_to` the file has zeros.
             if any(offset < file.used_to for file, offset, *_ in extent.pieces):
                 self.write(extent, _memory(extent.nbytes))
         elif extent.contents is not Contents.SHOWN or extent.writers != writers:
@@ -153,21 +154,21 @@ class DiskSpace:
                 file.show(offset + begin - first, end - begin, address + begin - start)
 
     def sync_mappings(self, extent: Extent) -> None:
-        """Let the next read have what users wrote where the extent is shown. Raises DiskError."""
+        """Make user code's writes to an exposed extent visible to the next read. Raises DiskError."""
         if extent.contents is Contents.SHOWN:
             for file in {piece.file for piece in extent.pieces}:
                 file.sync_mappings()
 
     def hide(self, address: int, nbytes: int) -> None:
-        """Map zeros over the memory at this address, as before anything was shown there. Raises OSError."""
+        """Map zeros over the memory at this address, as before `show`. Raises OSError."""
         map_memory(address, nbytes)
 
     def close(self) -> None:
-        """Remove the files. What is still shown stays there, until it is hidden."""
+        """Remove the files. Exposed state stays in memory until `hide`."""
         self._finalizer()
 
     def _stripe(self, nbytes: int) -> list[int]:
-        """How many bytes of an extent are in each file."""
+        """Return the number of bytes of an extent in each file."""
         if nbytes % PAGE:
             raise ValueError(f"state on disk comes in pages of {PAGE} bytes, found {nbytes} bytes; round up")
         shares = accumulate((file.share for file in self._files[:-1]), initial=0.0)
@@ -199,7 +200,7 @@ class DiskSpace:
         os.posix_fadvise(file.buffered, 0, 0, os.POSIX_FADV_DONTNEED)
         self.read(extent, buffer)
         elapsed = time.perf_counter() - start
-        self.free(extent)
+        self.release(extent)
         file.shrink(0)
         return _PROBE_BYTES / elapsed
 
@@ -214,21 +215,21 @@ class DiskSpace:
             extent.compare(first, self._transfer(batch, buffer.data_ptr(), write=False))
 
     def _transfer(self, requests: Sequence[Piece], address: int, *, write: bool) -> list[int]:
-        """Read or write at this address and what they start at; the checksums of these requests."""
+        """Read or write these requests, each at this address plus its start; return their checksums."""
         while True:
             each = [(file.fd, offset, address + start, n) for file, offset, n, start in requests]
             checksums, failed, done, error = _adam.transfer(write, each, _THREADS)
             if failed < 0:
                 return checksums
             file, offset, nbytes, _ = requests[failed]
-            # The descriptor that the call had: the other thread may have changed the file's since.
+            # The descriptor of the failed call: the other thread may have changed the file's descriptor since.
             if not file.refused(each[failed][0], error):
                 why = os.strerror(error) if error else "the file ends there, was it truncated?"
                 what = f"{'wrote' if write else 'read'} {done} of {nbytes} bytes at byte {offset}"
                 raise DiskError(error or errno.EIO, f"{file.path}: {what}: {why}", RETRY if write else LOST)
 
     def _address(self, extent: Extent, buffer: Tensor) -> int:
-        """Where a buffer begins that has the extent's size; others would be written past their ends."""
+        """Return the address of a buffer; refuse one of another size than the extent's, which would overflow."""
         self._check_process()
         good = buffer.dtype == torch.uint8 and buffer.device.type == "cpu" and buffer.is_contiguous()
         if not good or buffer.shape != (extent.nbytes,) or buffer.data_ptr() % PAGE:
@@ -247,7 +248,7 @@ class DiskSpace:
 
 
 def _memory(nbytes: int) -> Tensor:
-    """Zeros that begin on a page, 1-D uint8."""
+    """Return zeros that begin on a page, 1-D uint8."""
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 

@@ -14,10 +14,10 @@ _libc = ctypes.CDLL(None)
 
 
 class Watch:
-    """Counts how often a file was closed that had been opened for writing. Its owner does not, while this is there.
+    """Counts how often a file is closed after it was opened for writing, which its owner does not do meanwhile.
 
-    Never, where the system cannot tell: without inotify, when this user has as many watches as are allowed, or for what
-    other machines do to a shared file system.
+    The count stays 0 where the system cannot tell: without inotify, when this user has all watches that are allowed, or
+    for writes of other machines to a shared file system.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,14 +27,14 @@ class Watch:
             _libc.inotify_add_watch(self._fd, os.fsencode(path), _CLOSE_WRITE)
 
     def count(self) -> int:
-        """How often so far; several times since the last call may count as one."""
-        with contextlib.suppress(OSError):  # there is nothing more to be read
+        """Return the count so far; several times since the last call may count as one."""
+        with contextlib.suppress(OSError):  # no more events to read
             while self._fd >= 0 and os.read(self._fd, 4096):
                 self._seen += 1
         return self._seen
 
     def close(self) -> None:
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # others have closed it
+            with contextlib.suppress(OSError):  # user code has closed it
                 os.close(self._fd)
         self._fd = -1

@@ -111,7 +111,7 @@ class Momentum:
     ) -> str | None:
         return None if not entry or KEY in entry else f"its state has no {KEY!r}"
 
-    def room(self, parameter: Tensor) -> dict[str, Tensor]:
+    def empty_entry(self, parameter: Tensor) -> dict[str, Tensor]:
         return {key: torch.empty(parameter.shape, device="cpu") for key in self.keys}
 
     def write_entry(self, entry: Mapping[str, Any], parameter: Tensor, views: Mapping[str, Tensor]) -> None:

@@ -230,7 +230,7 @@ for closes in (True, False):
     child = os.fork()
     if not child:
         for use in (lambda: space.write(extent, pages(1 << 20)), lambda: space.read(extent, pages(1 << 20)),
-                    lambda: space.free(extent), lambda: space.allocate([1 << 20]),
+                    lambda: space.release(extent), lambda: space.allocate([1 << 20]),
                     lambda: space.show(extent, 0, 4096, contents.data_ptr())):
             try:
                 use()

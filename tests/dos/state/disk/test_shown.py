@@ -105,7 +105,7 @@ def test_an_extent_never_written_shows_zeros(space: DiskSpace, used: bool) -> No
     if used:
         (other,) = space.allocate([SIZE])
         space.write(other, pages(SIZE, 1))
-        space.free(other)
+        space.release(other)
     (extent,) = space.allocate([SIZE])
     view = pages(PAGE, 2)
     space.show(extent, PAGE, PAGE, view.data_ptr())

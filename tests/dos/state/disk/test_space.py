@@ -86,7 +86,7 @@ def test_any_order_of_allocating_writing_and_freeing(
             elif alive:
                 extent, contents = alive[number % len(alive)]
                 if action == "free":
-                    space.free(extent)
+                    space.release(extent)
                     alive.pop(number % len(alive))
                 else:
                     contents.copy_(pages(len(contents), seed))
@@ -103,13 +103,13 @@ def test_freed_room_is_used_again(tmp_path: Path) -> None:
     space = DiskSpace([tmp_path])
     *extents, last = space.allocate([PAGE] * 11)
     for extent in random.Random(0).sample(extents, 10):
-        space.free(extent)
+        space.release(extent)
     free = space.free_bytes()
     (whole,) = space.allocate([10 * PAGE])
     assert len(whole.pieces) == 1
     assert files(tmp_path)[0].stat().st_size == 11 * PAGE
     assert free >= 10 * PAGE
-    space.free(last)
+    space.release(last)
     assert files(tmp_path)[0].stat().st_size == 10 * PAGE, "what is at the end is the file system's again"
 
 
@@ -173,7 +173,7 @@ def test_room_that_the_file_system_does_not_take_back_is_used_again(
     space.write(extent, pages(4 * PAGE, 1))
     with monkeypatch.context() as patch:
         patch.setattr(os, "ftruncate", refuse)
-        space.free(extent)
+        space.release(extent)
     (extent,) = space.allocate([4 * PAGE])
     assert files(tmp_path)[0].stat().st_size == 4 * PAGE
     assert reads(space, extent, pages(4 * PAGE)), "and is zeros"
@@ -253,6 +253,6 @@ def test_buffers_of_another_size_or_alignment_are_refused(tmp_path: Path) -> Non
                 use(extent, buffer)
     with pytest.raises(ValueError, match=f"pages of {PAGE} bytes, found 100 bytes"):
         space.allocate([100])
-    space.free(extent)
+    space.release(extent)
     with pytest.raises(ValueError, match=r"shape \(0,\)"):
         space.read(extent, pages(2 * PAGE))
