@@ -232,7 +232,7 @@ class Backward:
         ran_out = self.decisions.memory.forecast.ran_out_lately
         # The plan counts memory as free that saved tensors and weights may still take: state is fetched only when the
         # saved tensors of this forward have moved to the host and the blocks that the plan moves have moved home.
-        makes_room = plan.activation_bytes <= self.activations.leaving and (
+        makes_room = plan.activation_bytes <= self.activations.moving_bytes and (
             self.weights is None or self.weights.staying() <= plan.blocks_on_device
         )
         if self.decisions.follows_memory and not ran_out and makes_room:
@@ -279,16 +279,16 @@ class Backward:
         """Begin another iteration, with the next forward."""
         self.now = Iteration(self.device, self.now)
 
-    def abandon(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel the transfers that backward has begun; the step sends everything anew."""
-        self._ledger.abandon()
+        self._ledger.cancel_all()
         self.departures.forget()
 
     def forget(self, records: Sequence[ParameterRecord]) -> None:
         """Forget parameters that user code has replaced, with all of their arenas."""
         arenas = {record.arena for record in records}
         # First, because copies may still read and write memory of these parameters.
-        self.abandon()
+        self.cancel_all()
         self._ledger.forget(s for s in self._registry.accelerated if s.arena in arenas)
         self.departures.forget_records(records)
         self._wanted = _NOT_ASKED

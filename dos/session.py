@@ -152,7 +152,7 @@ class Session:
         # First, because the host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
         if self.weights is not None:
-            self.weights.stream.free_all()  # a copy that no module used would be older than the updated weights
+            self.weights.stream.release_all()  # a copy that no module used would be older than the updated weights
         try:
             self.registry.agree(self.groups)
             if not self.reconciler.state and makes_state():
@@ -233,7 +233,7 @@ class Session:
         """
         ledger, stores, registry, decisions = self.ledger, self.ledger.stores, self.registry, on_device.decisions
         departures, subgroups = on_device.departures, registry.accelerated
-        facts = dataclasses.replace(facts, saved_bytes=on_device.activations.leaving)
+        facts = dataclasses.replace(facts, saved_bytes=on_device.activations.moving_bytes)
         plan = on_device.decide(facts)
         if self.weights is not None and not self._follow_plan(self.weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=self.weights.staying())  # the device has no memory for more
@@ -259,7 +259,7 @@ class Session:
             if decisions.follows_memory and decisions.memory.grows_short and not stores.disk:
                 # Pinning takes 0.2 to 0.4 s per GB, which the step in which state moves home should not have to spend.
                 resident = stores.device.resident
-                stores.host.prepare(s for s in reversed(subgroups) if s in resident)
+                stores.host.pin_ahead(s for s in reversed(subgroups) if s in resident)
         if stores.device.denied is not None:
             decisions.memory.forecast.allocation_failed(stores.device.denied)
         return reserved
@@ -287,7 +287,7 @@ class Session:
             self.reconciler.count(active)
             if self.on_device is not None and prepared is not None:
                 self.on_device.issue(prepared)
-            registry.offloaded.clear()
+            registry.offloaded.forget_all()
             self.ledger.update_beside(updates[subgroup] for subgroup in late)
             for subgroup in now:
                 prepare_updates([Placed(updates[subgroup], subgroup.state)])()
@@ -446,7 +446,7 @@ class Session:
         self.ledger.settle()
         held = self.ledger.stores.device.nbytes
         # State that backward has fetched, and its slots, take memory, too.
-        self.on_device.abandon()
+        self.on_device.cancel_all()
         self.ledger.bring_home(self.registry.accelerated)
         # The plan gave state too much memory: user code alone would have had enough.
         self.on_device.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
@@ -502,7 +502,7 @@ class Session:
                     self._take(record, in_backward=True)
         except BaseException:
             # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
-            on_device.abandon()
+            on_device.cancel_all()
             raise
 
     @torch.no_grad()
@@ -522,7 +522,7 @@ class Session:
     def forget_gradients(self) -> None:
         """Forget all gradients, because user code has discarded them."""
         self.clipping.forget()
-        self.registry.offloaded.clear()
+        self.registry.offloaded.forget_all()
         if self.on_device is not None:
             self.on_device.departures.forget()
         if self.guard.phase is Phase.BACKWARD:
@@ -714,7 +714,7 @@ class Session:
         self._look_for_device()
         if self.on_device is None:
             return contextlib.nullcontext()
-        self.on_device.activations.prepare(amount)
+        self.on_device.activations.size_pool(amount)
         model = None if self.attachment is None else self.attachment.model
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
@@ -722,7 +722,7 @@ class Session:
     @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Replace state and groups, both or neither."""
-        gone = self.reconciler.without_room(groups)
+        gone = self.reconciler.lacking_fields(groups)
         if gone:
             self.settle_state([*self.parameters])
             for p in self.parameters:  # the loaded tensors may be views of the arenas that are released below
@@ -744,7 +744,7 @@ class Session:
     def settle_state(self, read: Collection[Tensor]) -> None:
         """Expose the state before user code changes entries, or reads those of the parameters `read`."""
         self._bring_home()
-        self.registry.homes.show(self.registry.subgroups_of(read))
+        self.registry.homes.expose(self.registry.subgroups_of(read))
         for record in self.registry.records.values():
             record.write_step()
         # From now on user code may change entries whenever it likes, so that each step compares them.

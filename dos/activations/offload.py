@@ -106,7 +106,7 @@ class ActivationOffload:
         total = device.memory().total
         self.least_bytes = LEAST_BYTES if device.known_profile is None else min(LEAST_BYTES, total >> _SCALE)
 
-    def prepare(self, amount: Amount) -> None:
+    def size_pool(self, amount: Amount) -> None:
         """Pin a pool on the host before the first forward, whose size is not known.
 
         An amount in bytes is the most that moves; for a share, the pool is that share of the device's memory.
@@ -151,7 +151,7 @@ class ActivationOffload:
         return sum(forward.away_bytes for forward in list(self._recent))
 
     @property
-    def leaving(self) -> int:
+    def moving_bytes(self) -> int:
         """Bytes of this forward that have moved or will move, where the plan decides."""
         return int(self.share * self._total) + 1  # as the share was rounded
 

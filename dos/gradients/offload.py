@@ -20,10 +20,10 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
 
-MOST_LEAVING = 256 << 20
+MOST_IN_TRANSIT = 256 << 20
 """The most bytes of gradients in transit to the host at once, or one gradient if that alone is larger."""
 _SCALE = 8
-"""A shift by this many bits gives the share that MOST_LEAVING is of 64 GiB, for the memory of an emulated device."""
+"""A shift by this many bits gives the share that MOST_IN_TRANSIT is of 64 GiB, for the memory of an emulated device."""
 PASSAGE_BYTES, PASSAGES = 32 << 20, 8
 """The size and the number of passages: host memory through which gradients pass that are added to others."""
 _PASSAGES_SHARE = 10
@@ -67,8 +67,8 @@ class OffloadedGradients:
     """
 
     # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to the sum
-    # (`_add_arrived`); `arrived` is done when the addition is. The step reads the sum where it is, and `clear` forgets
-    # it. From the first change until the total is stored all are `_torn`: after an exception none may be used.
+    # (`_add_arrived`); `arrived` is done when the addition is. The step reads the sum where it is, and `forget_all`
+    # forgets it. From the first change until the total is stored all are `_torn`: after an exception none may be used.
     def __init__(self, store: HostStore, *, enabled: bool) -> None:
         self.enabled = enabled
         self._store = store
@@ -85,7 +85,7 @@ class OffloadedGradients:
         subgroups: the subgroups in which the parameter lies; index: the position of the first one. Where ranks divide
         the parameter, no memory is pinned in backward: pinning may wait for the device, whose collectives wait for
         other ranks; the first gradients are then copied more slowly.
-        If this is interrupted or fails, it is not known which parts were added, and all are refused until `clear`.
+        If this is interrupted or fails, it is not known which parts were added, and all are refused until `forget_all`.
         """
         gradient = record.gradient
         assert gradient is not None
@@ -94,7 +94,7 @@ class OffloadedGradients:
         before, pin = self._totals.get(record), not (in_backward and record.sharded)
         if pin:
             self._store.stage(subgroups)
-        most = MOST_LEAVING
+        most = MOST_IN_TRANSIT
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
@@ -214,7 +214,7 @@ class OffloadedGradients:
             # The arenas are released next, and the copy or the CPU lane may still write there. A failure is of no use.
             total.arrived.exception()
 
-    def clear(self) -> None:
+    def forget_all(self) -> None:
         """Forget all gradients, once no addition writes to them."""
         forgotten, self._totals, self._torn = self._totals, {}, False
         for total in forgotten.values():

@@ -104,7 +104,7 @@ class Attachment:
             amount = 0.0  # none moves, but a saved tensor that is a block's weight has to ask for it in backward
         if amount is None or model is None:
             return
-        offload.prepare(amount)
+        offload.size_pool(amount)
         watcher = self._watcher
 
         def begin(module: nn.Module) -> None:

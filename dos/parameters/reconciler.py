@@ -158,7 +158,7 @@ class Reconciler:
             for record, _ in active.members:
                 record.saw_step()
 
-    def without_room(self, groups: Sequence[Group]) -> list[ParameterRecord]:
+    def lacking_fields(self, groups: Sequence[Group]) -> list[ParameterRecord]:
         """Return records whose arenas lack fields of state that these loaded groups ask for.
 
         Raises RuntimeError if they have gradients on the host, which would be lost with the arenas.

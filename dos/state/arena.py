@@ -191,7 +191,7 @@ class Arena:
         if self.device is None:
             return torch.zeros(self.numel // field.block, dtype=dtype, device="cpu")
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self.device, self._part, field.block, shown=True)
+            self._homes[field.name] = HostTensor(self.numel, dtype, self.device, self._part, field.block, exposed=True)
             return self._homes[field.name].tensor
         self._buffers.append(self.device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)

@@ -108,7 +108,7 @@ class DeviceStore:
                 break
             self.slots.append(slot)
 
-    def free_slots(self) -> None:
+    def release_slots(self) -> None:
         """Release the slots. No transfer in flight may use them."""
         self._passing = {}
         while self.slots:

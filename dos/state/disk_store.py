@@ -33,7 +33,7 @@ class DiskStore:
         self._device = device
         self._host = host
         self._extents: weakref.WeakKeyDictionary[Subgroup, Extent] = weakref.WeakKeyDictionary()
-        self._shown: weakref.WeakSet[Subgroup] = weakref.WeakSet()
+        self._exposed: weakref.WeakSet[Subgroup] = weakref.WeakSet()
         self.renew()
 
     def renew(self) -> None:
@@ -95,18 +95,18 @@ class DiskStore:
 
         return self._queue(self.reading, Lane.READ, Op.READ, number, extent.nbytes, read, after)
 
-    def show(self, subgroup: Subgroup) -> None:
+    def expose(self, subgroup: Subgroup) -> None:
         """Map the state over the addresses of its home, for user code. Nothing may be in flight."""
         extent, start = self._extents[subgroup], 0
         for tensor in subgroup.state.tensors():
-            self.space.show(extent, start, tensor.nbytes, tensor.data_ptr())
+            self.space.expose(extent, start, tensor.nbytes, tensor.data_ptr())
             start += aligned(tensor.nbytes, PAGE)
-        self._shown.add(subgroup)
+        self._exposed.add(subgroup)
 
     def hide(self, subgroup: Subgroup) -> None:
         """Map zeros over the addresses of its home again, if the state is mapped there."""
-        if subgroup in self._shown:
-            self._shown.discard(subgroup)
+        if subgroup in self._exposed:
+            self._exposed.discard(subgroup)
             for tensor in subgroup.state.tensors():
                 self.space.hide(tensor.data_ptr(), aligned(tensor.nbytes, PAGE))
 

@@ -24,7 +24,7 @@ class Homes:
     """The stores in which state has its home.
 
     disk: None if users have not chosen any.
-    shown: the subgroups whose state is exposed since the last step: user code may write to it until the next one.
+    exposed: the subgroups whose state is exposed since the last step: user code may write to it until the next one.
     """
 
     # State gets a home when it first needs one: on the host while there is room, else on disk (`tiers`). A home on the
@@ -33,7 +33,7 @@ class Homes:
     def __init__(self, host: HostStore) -> None:
         self.host = host
         self.disk: DiskStore | None = None
-        self.shown: weakref.WeakSet[Subgroup] = weakref.WeakSet()
+        self.exposed: weakref.WeakSet[Subgroup] = weakref.WeakSet()
 
     def open_disk(self, device: Device, folders: Sequence[Path]) -> None:
         """Add homes in these folders. Raises OSError if one cannot be used."""
@@ -85,7 +85,7 @@ class Homes:
         if self.disk is not None:
             self.disk.reserve(on_disk)
             for subgroup in on_disk:
-                self.disk.show(subgroup)
+                self.disk.expose(subgroup)
 
     def reserve_on_host(self, subgroups: Sequence[Subgroup]) -> None:
         """Reserve homes on the host for these. Raises MemoryError if the host has no room.
@@ -94,7 +94,7 @@ class Homes:
         """
         self.host.reserve(subgroups, subgroups if self.disk is not None else ())
 
-    def show(self, subgroups: Iterable[Subgroup]) -> None:
+    def expose(self, subgroups: Iterable[Subgroup]) -> None:
         """Expose state at home: user code gets views of it. Nothing may be in flight.
 
         Raises OSError, and DiskError for state on disk that another program has changed.
@@ -102,18 +102,18 @@ class Homes:
         # User code copies views that span parts, and CUDA refuses a copy across the border of two pinned regions.
         self.host.join_homes()
         subgroups = list(subgroups)
-        self.shown.update(subgroups)
+        self.exposed.update(subgroups)
         self._map(subgroups)
 
-    def show_again(self) -> None:
-        """Map state that is `shown` and was written to disk since. Nothing may be in flight. Raises as `show`."""
-        self._map(self.shown)
+    def expose_again(self) -> None:
+        """Map state that is `exposed` and was written to disk since. Nothing may be in flight. Raises as `expose`."""
+        self._map(self.exposed)
 
     def _map(self, subgroups: Iterable[Subgroup]) -> None:
         if self.disk is not None:
             for subgroup in subgroups:
                 if self.disk.has(subgroup) and not self.host.has(subgroup):
-                    self.disk.show(subgroup)
+                    self.disk.expose(subgroup)
 
 
 def housed(made: Mapping[_T, int], homes: Mapping[_T, int], room: float) -> set[_T]:

@@ -133,7 +133,7 @@ class HostStore:
         assert device is not None, "state of parameters on the host never leaves"
         return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *beside], after)
 
-    def prepare(self, subgroups: Iterable[Subgroup]) -> None:
+    def pin_ahead(self, subgroups: Iterable[Subgroup]) -> None:
         """Allocate one more part of the homes of these, before state leaves the device, if the host has the memory."""
         for s in subgroups:
             for tensor in (*s.arena.home(), *s.arena.staging()):
@@ -196,5 +196,5 @@ class HostStore:
                 tensor.make(first, last)
                 done += (last - first) * tensor.tensor.itemsize
                 self._tensors.add(tensor)
-                if tensor.shown:
+                if tensor.exposed:
                     self._apart.add(tensor)

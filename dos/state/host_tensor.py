@@ -13,11 +13,11 @@ from dos.devices.pinned import lazy_zeros, use_huge_pages
 class HostTensor:
     """1-D zeros on the host whose memory is allocated and pinned part by part.
 
-    nbytes: the bytes that are allocated. shown: whether user code gets views of it.
+    nbytes: the bytes that are allocated. exposed: whether user code gets views of it.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1, *, shown: bool = False
+        self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1, *, exposed: bool = False
     ) -> None:
         """Map the addresses of `numel` parameters, without memory.
 
@@ -26,7 +26,7 @@ class HostTensor:
         """
         self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
         self.nbytes = 0
-        self.shown = shown
+        self.exposed = exposed
         self._device = device
         self._block = block
         self._parted = part // block * dtype.itemsize % mmap.PAGESIZE == 0

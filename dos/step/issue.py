@@ -65,7 +65,7 @@ class Step:
     last: the last job of each stream that uses slots or the rooms that state leaves. Streams are in order, so that no
         job uses them after these.
     ordered: a mark where the caller's work on the device continues behind the step, if it does.
-    leaving: subgroups, each with the store whose room its state leaves in this step.
+    vacated: subgroups, each with the store whose room its state leaves in this step.
     homes: the same where there is a disk and the state leaves its home there or on the host for the other.
     joined: the subgroups behind whose update a queue of the caller was ordered.
     ran: when the schedule's tasks ran, once `timeline` was called; origin: its 0, on the clock of time.perf_counter.
@@ -93,7 +93,7 @@ class Step:
         self.backward: Sequence[Job] = ()
         fetched = [transit.job for transit in begun if transit.to is Tier.DEVICE]
         self.last = {Stream.PREFETCH: fetched[-1]} if fetched else {}
-        self.leaving: list[tuple[Subgroup, Store]] = []
+        self.vacated: list[tuple[Subgroup, Store]] = []
         self.homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
@@ -149,7 +149,7 @@ class Step:
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.leaving, kept = list(self._vacated()), self.schedule.kept
+        self.vacated, kept = list(self._vacated()), self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = ()

@@ -154,7 +154,7 @@ class Ledger:
         finally:
             # Some state is in files now: user code's writes to its views must reach them, even where a later write has
             # failed.
-            stores.homes.show_again()
+            stores.homes.expose_again()
 
     def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
         """Move state from its home on the host, or from the device, to disk. Blocks.
@@ -190,7 +190,7 @@ class Ledger:
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
         """Release the state of these, whose parameters are forgotten."""
         # Transits and the last step may still read or write the memory that is released below.
-        self.abandon()
+        self.cancel_all()
         for subgroup in subgroups:
             for tier, store in self.stores.of.items():
                 if tier is not subgroup.arena.tier and store.has(subgroup):
@@ -323,9 +323,9 @@ class Ledger:
         wait_for_all(self._state[subgroup] for subgroup in passing)
         for subgroup in passing:
             del self._state[subgroup]
-        self.stores.device.free_slots()
+        self.stores.device.release_slots()
 
-    def abandon(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel all transits that backward has begun. Resident state stays."""
         # First, because a copy that raised while it was issued has no transit, and a part of it may run.
         self.drain()
@@ -376,7 +376,7 @@ class Ledger:
         """
         self.exposed = False
         # User code may write to its views only until a step begins: no state need be mapped again after this.
-        self.stores.homes.shown.clear()
+        self.stores.homes.exposed.clear()
         turns = Turns()
         try:
             self._follow_parameters(plan, subjects, found)
@@ -402,7 +402,7 @@ class Ledger:
             # The host begins to update while later tasks are issued.
             step.issue(give)
             # Without any of these the host has no part in the step, and the next step may be queued behind it.
-            if step.leaving or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
+            if step.vacated or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
                 begin()
             turns.close()
         except BaseException as error:
@@ -443,11 +443,11 @@ class Ledger:
         for job in step.last.values():
             with contextlib.suppress(Exception):  # raised by `settle`, which waits for the same jobs
                 job.wait()
-        self.stores.device.free_slots()
-        for subgroup, store in step.leaving:
+        self.stores.device.release_slots()
+        for subgroup, store in step.vacated:
             store.drop(subgroup)
         # The caller's thread trims later: trimming waits for the device, which runs the next forward now.
-        self.trims |= bool(step.leaving)
+        self.trims |= bool(step.vacated)
 
     def update_beside(self, updates: Iterable[SubgroupUpdate]) -> None:
         """Update parameters on the host, one subgroup after the other, beside the caller."""

@@ -86,7 +86,7 @@ class Preparation:
                 store.drop(subgroup)
         # A later step may have another plan, and forward needs the memory of slots meanwhile.
         self._ledger.cancel_slots()
-        stores.homes.show_again()  # user code may write there before it tries again
+        stores.homes.expose_again()  # user code may write there before it tries again
 
     @property
     def rooms(self) -> Rooms:

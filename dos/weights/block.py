@@ -30,7 +30,7 @@ class Block:
     """
 
     # Device memory of one block: `fetch` allocates it and starts the copy, `join` orders the caller behind the copy,
-    # `free` releases it. The copies always have the same storage and the same version counters.
+    # `release` empties it. The copies always have the same storage and the same version counters.
     def __init__(self, number: int, members: Sequence[Member], device: Device) -> None:
         self.number = number
         self.members = members
@@ -42,7 +42,7 @@ class Block:
         self._job: Job | None = None
         """The transfer that fills the copies."""
         self._reading: Job | None = None
-        """The last transfer that reads the homes. It may run on after `free`."""
+        """The last transfer that reads the homes. It may run on after `release`."""
         self._joined: set[Caller] = set()
         self._versions: list[int] = []
         self._leads: list[int] = []
@@ -128,7 +128,7 @@ class Block:
             self._device.keep(self._buffer)
         self._joined.add(here)
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Release the memory of the copies, behind the work that the caller has queued."""
         if not self.filled:
             return

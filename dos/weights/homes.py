@@ -224,7 +224,7 @@ class WeightHomes:
             home.copy_(member.parameter.detach())
             member.parameter.data = home
         # The copies have no values of their own after this: the next forward fetches them from the homes.
-        block.free()
+        block.release()
 
     def _move_to_device(self, block: Block) -> None:
         # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.

@@ -113,7 +113,7 @@ class WeightStream:
 
     def detach(self) -> None:
         """Remove all hooks; the parameters stay where they are."""
-        self.free_all()
+        self.release_all()
         for handle in self._handles:
             handle.remove()
         model = self._model()
@@ -154,7 +154,7 @@ class WeightStream:
         if not self._forwards:
             for block in self.blocks:
                 if block not in self._first or block.stale:
-                    self._free(block)
+                    self._release(block)
             self._order = []
         self._forwards += 1
         self._graphs += torch.is_grad_enabled()
@@ -175,7 +175,7 @@ class WeightStream:
                 block.use_homes()
             # Where autograd made no graph, no backward needs the last window.
             if block not in self._last or not torch.is_grad_enabled():
-                self._free(block)
+                self._release(block)
 
     def _ends(self) -> tuple[frozenset[Block], frozenset[Block]]:
         used = [block for block in dict.fromkeys(self._order) if block.streams]
@@ -225,7 +225,7 @@ class WeightStream:
         if torch.is_grad_enabled():
             self._watch_outputs(block, output)
         if block not in self._last or not torch.is_grad_enabled():
-            self._free(block)
+            self._release(block)
 
     # Backward.
 
@@ -306,7 +306,7 @@ class WeightStream:
     def _passed(self, block: Block) -> None:
         """Release the block, which backward has passed, and fetch the next one."""
         if block.touched and not block.running and block not in self._first:
-            self._free(block)
+            self._release(block)
             self._fetch_ahead(block, self._before_that)
 
     @exclusive
@@ -315,7 +315,7 @@ class WeightStream:
         self._backwards.clear()
         for block in self.blocks:
             if block.touched and not block.running and block not in self._first:
-                self._free(block)
+                self._release(block)
             block.touched = False
 
     # Transfers.
@@ -341,7 +341,7 @@ class WeightStream:
             # First blocks that were fetched ahead, which can be fetched again; then state.
             for other in self.blocks:
                 if other is not block and not other.running and not other.touched:
-                    self._free(other)
+                    self._release(other)
             watcher = self._watcher()
             if watcher is not None:
                 watcher.give_way(block.nbytes)
@@ -378,29 +378,29 @@ class WeightStream:
         found: Sequence[Job] | None = watcher.weights_ready([m.parameter for m in block.members], wait=wait)
         return found
 
-    def _free(self, block: Block) -> None:
+    def _release(self, block: Block) -> None:
         if block.streams:
-            block.free()
+            block.release()
 
-    def free_all(self) -> None:
+    def release_all(self) -> None:
         """Release all blocks that stream. No forward and no backward may run."""
         self._backwards.clear()
         for block in self.blocks:
             if block.running:
                 block.running = 0
                 block.use_homes()
-            self._free(block)
+            self._release(block)
 
     def release_homes(self, blocks: Sequence[Block]) -> None:
         """Let user code write to the homes of these: wait until no transfer reads them, and release fetched copies."""
         for block in blocks:
-            self._free_unused(block)
+            self._release_unused(block)
             block.finish_reading()
 
     @exclusive
-    def _free_unused(self, block: Block) -> None:
+    def _release_unused(self, block: Block) -> None:
         if not (block.running or block.touched):
-            self._free(block)
+            self._release(block)
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""

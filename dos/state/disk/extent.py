@@ -16,7 +16,7 @@ PAGE = mmap.PAGESIZE
 class Contents(Enum):
     ZEROS = auto()  # never written: read as zeros, whatever bytes are on the drive
     WRITTEN = auto()  # the bytes have the checksums
-    SHOWN = auto()  # the bytes have the checksums, except where user code has written since
+    EXPOSED = auto()  # the bytes have the checksums, except where user code has written since
     TORN = auto()  # a write has begun and not ended
 
 
@@ -75,7 +75,7 @@ class Extent:
         if differ is None:
             return
         also = ""
-        if self.contents is Contents.SHOWN:
+        if self.contents is Contents.EXPOSED:
             if self.writers == self.count_writers():
                 self.checksums[first:last] = found
                 return

@@ -163,7 +163,7 @@ class DiskFile:
         if found < self.size:
             raise DiskError(errno.EIO, f"{self.path}: expected {self.size} bytes, found {found}, was it truncated?")
 
-    def show(self, offset: int, nbytes: int, address: int) -> None:
+    def expose(self, offset: int, nbytes: int, address: int) -> None:
         """Map bytes over the memory at this address. Raises OSError."""
         # The page cache may have older bytes from an earlier mapping than direct writes have put on the drive.
         os.posix_fadvise(self.buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)

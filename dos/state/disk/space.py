@@ -128,12 +128,12 @@ class DiskSpace:
         extent.compare(0, self._transfer(extent.requests, address, write=False))
         extent.writers = writers
 
-    def show(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
+    def expose(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
         """Map bytes of an extent, from `start` on, over the memory at this address, where user code may read and write.
 
         start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
-        `hide()` before the next write or `show()` after it. Raises DiskError, also if the file has other bytes than we
-        or user code have written, and OSError if the system refuses the mapping.
+        `hide()` before the next write or `expose()` after it. Raises DiskError, also if the file has other bytes than
+        we or user code have written, and OSError if the system refuses the mapping.
         """
         self._check_process()
         extent.check_whole()
@@ -144,23 +144,23 @@ class DiskSpace:
             # Another extent may have left bytes there. Beyond `used_to` the file has zeros.
             if any(offset < file.used_to for file, offset, *_ in extent.pieces):
                 self.write(extent, _memory(extent.nbytes))
-        elif extent.contents is not Contents.SHOWN or extent.writers != writers:
+        elif extent.contents is not Contents.EXPOSED or extent.writers != writers:
             self._look_through(extent)
-        extent.contents, extent.writers = Contents.SHOWN, writers
+        extent.contents, extent.writers = Contents.EXPOSED, writers
         stop = start - -nbytes // PAGE * PAGE
         for file, offset, length, first in extent.pieces:
             begin, end = max(start, first), min(stop, first + length)
             if begin < end:
-                file.show(offset + begin - first, end - begin, address + begin - start)
+                file.expose(offset + begin - first, end - begin, address + begin - start)
 
     def sync_mappings(self, extent: Extent) -> None:
         """Make user code's writes to an exposed extent visible to the next read. Raises DiskError."""
-        if extent.contents is Contents.SHOWN:
+        if extent.contents is Contents.EXPOSED:
             for file in {piece.file for piece in extent.pieces}:
                 file.sync_mappings()
 
     def hide(self, address: int, nbytes: int) -> None:
-        """Map zeros over the memory at this address, as before `show`. Raises OSError."""
+        """Map zeros over the memory at this address, as before `expose`. Raises OSError."""
         map_memory(address, nbytes)
 
     def close(self) -> None:

@@ -175,13 +175,13 @@ def step(device: EmulatedDevice) -> DOSAdam:
 
 def test_nothing_more_is_updated_once_issuing_has_failed_and_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     freed = list[str]()
-    free = DeviceStore.free_slots
+    free = DeviceStore.release_slots
 
     def noted(store: DeviceStore) -> None:
         freed.append(threading.current_thread().name)
         free(store)
 
-    monkeypatch.setattr(DeviceStore, "free_slots", noted)
+    monkeypatch.setattr(DeviceStore, "release_slots", noted)
 
     def fail() -> None:
         raise ValueError("the link")

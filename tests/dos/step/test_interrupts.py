@@ -110,7 +110,7 @@ MOMENTS = [
     Moment("step", Backward, "end", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
     Moment("step", Ledger, "settle", (HOST, CPU, RESIDENT), DONE, DONE),
     Moment("step", Backward, "begin", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
-    Moment("load", Reconciler, "without_room", (HOST, CPU, RESIDENT), DONE, UNCHANGED),
+    Moment("load", Reconciler, "lacking_fields", (HOST, CPU, RESIDENT), DONE, UNCHANGED),
     Moment("load", Session, "install_state", PLAIN, DONE, BROKEN),
     # A hook in which Ctrl-C comes ends, and torch ends backward or forward with it.
     Moment("backward", Backward, "count", (CPU, OFFLOADED), UNCHANGED, UNCHANGED),

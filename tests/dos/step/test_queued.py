@@ -207,8 +207,8 @@ def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: p
     """Forward needs their memory, however late the CPU lane comes to that."""
     model, device = mlp(), FakeCudaDevice(runtime)
     optimizer = DOSAdam(model.parameters(), device=device, policy="stride:1", subgroup_size=300)
-    free_slots, held = DeviceStore.free_slots, []
-    monkeypatch.setattr(DeviceStore, "free_slots", lambda store: (time.sleep(0.05), free_slots(store)))
+    release_slots, held = DeviceStore.release_slots, []
+    monkeypatch.setattr(DeviceStore, "release_slots", lambda store: (time.sleep(0.05), release_slots(store)))
     for _ in range(3):
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()

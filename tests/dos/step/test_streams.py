@@ -235,7 +235,7 @@ def test_memory_that_hooks_take_is_of_the_stream_of_step(runtime: Runtime, monke
 def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it outruns the link, gradients that it has freed do not pile up on the device."""
     limit = 3 * 10 * 10 * 4
-    monkeypatch.setattr("dos.gradients.offload.MOST_LEAVING", limit)
+    monkeypatch.setattr("dos.gradients.offload.MOST_IN_TRANSIT", limit)
     most, copy, submit = [0], FakeCudaDevice.copy, HostLane.submit
     under_way: list[tuple[Any, int]] = []
     lane_goes_on = threading.Event()  # which waits for gradients, too

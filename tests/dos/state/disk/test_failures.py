@@ -178,8 +178,8 @@ def test_one_entry_shows_its_own_state_alone(tmp_path: Path, monkeypatch: pytest
     """Nothing else is read from disk for it."""
     model, optimizer = started(tmp_path)
     *_, last = model.parameters()
-    show, seen = DiskSpace.show, set[Extent]()
-    monkeypatch.setattr(DiskSpace, "show", lambda space, extent, *at: (seen.add(extent), show(space, extent, *at)))
+    expose, seen = DiskSpace.expose, set[Extent]()
+    monkeypatch.setattr(DiskSpace, "expose", lambda space, extent, *at: (seen.add(extent), expose(space, extent, *at)))
     assert optimizer.state[last]
     some = len(seen)
     optimizer.state[last] = dict(optimizer.state.get(last))

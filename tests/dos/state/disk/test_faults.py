@@ -73,7 +73,7 @@ def test_a_write_that_fails(space: DiskSpace, transfers: Callable[..., object], 
     assert str(caught.value).startswith(
         f"[Errno {code}] {path}: wrote {PAGE} of {4 * PAGE} bytes at byte {8 * PAGE}: {os.strerror(code)}"
     )
-    for use in (lambda: reads(space, extent, contents), lambda: space.show(extent, 0, PAGE, 0)):
+    for use in (lambda: reads(space, extent, contents), lambda: space.expose(extent, 0, PAGE, 0)):
         with pytest.raises(DiskError, match=f"a write of {SIZE} bytes of state did not end; .*{REMEDY}"):
             use()
     assert reads(space, other, contents)
@@ -123,7 +123,7 @@ def test_a_truncated_file(space: DiskSpace, tmp_path: Path, size: int, direct: b
         reads(space, extent, contents)
     memory = pages(SIZE)
     with pytest.raises(DiskError, match=f"{file}: expected {SIZE} bytes, found {size}, was it truncated.*{REMEDY}"):
-        space.show(extent, 0, SIZE, memory.data_ptr())
+        space.expose(extent, 0, SIZE, memory.data_ptr())
     assert not memory.any()
 
 

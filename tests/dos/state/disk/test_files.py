@@ -231,7 +231,7 @@ for closes in (True, False):
     if not child:
         for use in (lambda: space.write(extent, pages(1 << 20)), lambda: space.read(extent, pages(1 << 20)),
                     lambda: space.release(extent), lambda: space.allocate([1 << 20]),
-                    lambda: space.show(extent, 0, 4096, contents.data_ptr())):
+                    lambda: space.expose(extent, 0, 4096, contents.data_ptr())):
             try:
                 use()
             except RuntimeError as error:

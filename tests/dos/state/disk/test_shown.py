@@ -32,7 +32,7 @@ def space(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def shown(space: DiskSpace, extent: Extent) -> Tensor:
     """A view of all of it."""
     view = pages(SIZE, seed=98)
-    space.show(extent, 0, SIZE, view.data_ptr())
+    space.expose(extent, 0, SIZE, view.data_ptr())
     return view
 
 
@@ -56,7 +56,7 @@ def test_views_that_stay_have_what_is_written_later(space: DiskSpace) -> None:
     for seed in range(4):
         space.write(extent, contents := pages(SIZE, seed))
         assert torch.equal(view, contents)
-        space.show(extent, 0, SIZE, view.data_ptr())
+        space.expose(extent, 0, SIZE, view.data_ptr())
         view.add_(1)  # its pages wait for being written when the next write comes
         space.sync_mappings(extent)
         assert reads(space, extent, contents + 1)
@@ -86,7 +86,7 @@ def test_a_part_is_shown_at_its_place(space: DiskSpace) -> None:
     space.write(extent, contents := pages(SIZE, 1))
     around = pages(12 * PAGE, 2)
     before = around.clone()
-    space.show(extent, 4 * PAGE, 6 * PAGE + 10, around[2 * PAGE :].data_ptr())
+    space.expose(extent, 4 * PAGE, 6 * PAGE + 10, around[2 * PAGE :].data_ptr())
     assert torch.equal(around[2 * PAGE : 9 * PAGE], contents[4 * PAGE : 11 * PAGE])
     assert torch.equal(around[: 2 * PAGE], before[: 2 * PAGE])
     assert torch.equal(around[9 * PAGE :], before[9 * PAGE :])
@@ -108,7 +108,7 @@ def test_an_extent_never_written_shows_zeros(space: DiskSpace, used: bool) -> No
         space.release(other)
     (extent,) = space.allocate([SIZE])
     view = pages(PAGE, 2)
-    space.show(extent, PAGE, PAGE, view.data_ptr())
+    space.expose(extent, PAGE, PAGE, view.data_ptr())
     assert not view.any()
     view[5] = 6
     expected = pages(SIZE)
@@ -138,7 +138,7 @@ def test_contents_that_something_else_changed_are_not_shown(space: DiskSpace, pl
     disturb(extent, place)
     view = pages(SIZE, 2)
     with pytest.raises(DiskError, match=r"expected what was last written there, found something else .*checksums"):
-        space.show(extent, 0, SIZE, view.data_ptr())
+        space.expose(extent, 0, SIZE, view.data_ptr())
     assert torch.equal(view, pages(SIZE, 2))
     assert torch.equal(shown(space, other), contents)
 
@@ -156,7 +156,7 @@ def test_writes_of_another_program_are_noticed(space: DiskSpace, user_writes: bo
     disturb(extent, 9 * PAGE)
     with pytest.raises(DiskError, match="another program has written to the file since user code read state"):
         shown(space, extent) if shows else read(space, extent)
-    space.show(other, 0, SIZE, beside.data_ptr())
+    space.expose(other, 0, SIZE, beside.data_ptr())
     beside[7] += 1  # after the other program
     assert torch.equal(read(space, other), beside)
 
@@ -231,4 +231,4 @@ def test_a_forked_child_cannot_write_where_its_parents_state_is_mapped(space: Di
 def test_a_mapping_that_fails_names_the_limit(space: DiskSpace) -> None:
     (extent,) = space.allocate([SIZE])
     with pytest.raises(OSError, match=r"mapping \d+ bytes of state failed: .*max_map_count"):
-        space.show(extent, 0, SIZE, 1)  # within no page
+        space.expose(extent, 0, SIZE, 1)  # within no page
