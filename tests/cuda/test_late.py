@@ -18,9 +18,10 @@ from dos import DOSAdam
 from dos.devices import LANE_OF
 from perfmodel import Op, Placement
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, late
+from tests.support.inside import plan_anew
 from tests.support.random_plans import Changes, InTurn, RandomPlans
 from tests.support.scales import Scales, Sines, SinesOnTwoStreams, run, with_policy
-from tests.support.training import bits, plan_anew
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 

@@ -19,9 +19,10 @@ from dos.devices.cuda import CudaDevice, _leftovers_of
 from dos.planning.forecast import MARGIN
 from perfmodel import Lane, Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory, late
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
 from tests.support.scales import Beside, Scales, Sines, run, with_policy
-from tests.support.training import bits, plan_anew
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 

@@ -18,10 +18,11 @@ from dos.devices.cuda import CudaDevice
 from dos.planning.forecast import MARGIN
 from dos.planning.reading import Nvml
 from tests.support.gpu import DEVICE, NEEDS_GPU, free_memory, not_simulated
+from tests.support.inside import plan_anew
 from tests.support.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.scales import OnTwoStreams, Scales, Sines, SinesOnTwoStreams, run, with_policy
-from tests.support.training import bits, no_synchronisation, plan_anew
+from tests.support.training import bits, no_synchronisation
 
 pytestmark = NEEDS_GPU
 

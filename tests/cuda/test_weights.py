@@ -20,7 +20,8 @@ from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
-from tests.support.training import bits, plan_anew
+from tests.support.inside import plan_anew, session_of
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 
@@ -377,7 +378,7 @@ def test_where_weights_are_and_gradients() -> None:
         assert model.last.device.type == DEVICE
         assert [*map(id, model.blocks.parameters())] == [*map(id, homes)]
         optimizer.step()
-    weights = optimizer._session.weights
+    weights = session_of(optimizer).weights
     assert weights is not None
     assert all(copy.grad is None for copy in weights.stream.all_copies())
     assert inside == [{DEVICE}] * 2 * BLOCKS

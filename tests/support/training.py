@@ -17,6 +17,7 @@ from dos.step.ledger import Ledger
 from dos.step.transit import Transit
 from perfmodel import Timeline
 from perfmodel.hardware import HardwareProfile
+from tests.support.inside import session_of
 
 FAST = HardwareProfile(
     name="fast",
@@ -125,12 +126,6 @@ def assert_as_on_host(run: Callable[[Make], Iterable[Tensor]], place: Any, **set
     assert bits(run(maker(place, **settings))) == bits(run(maker("host", **settings)))
 
 
-def plan_anew(optimizer: DOSAdam) -> None:
-    """Have the policy asked again although nothing has changed."""
-    if optimizer._session.decisions is not None:
-        optimizer._session.decisions._asked = None, None
-
-
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:
     """The tensors' contents for comparing bit by bit, NaN and signed zero included."""
     return [t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
@@ -204,7 +199,7 @@ def leaving_early() -> Iterator[list[int]]:
 def ended_steps(optimizer: DOSAdam) -> list[Step]:
     """A list to which each step is added that ends from now on."""
     found: list[Step] = []
-    ledger = optimizer._session.ledger
+    ledger = session_of(optimizer).ledger
     plain = ledger.ended
 
     def ended(step: Step, timeline: Timeline) -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from perfmodel import Op
-from tests.support.activations import Writes, later, optimizer_of, saved
-from tests.support.devices import CopyingAtOnce
+from tests.support.activations import Writes, later, optimizer_of, saved, saves, transfers
+from tests.support.devices import Copying, CopyingAtOnce
+from tests.support.inside import offload_of
 from tests.support.training import bits
 
 Context = AbstractContextManager[None]
@@ -91,7 +91,7 @@ def test_pieces_that_are_saved_in_turn_leave_in_one_copy() -> None:
     with optimizer.offload_activations(1.0):
         y = 2 * x
         graph = [piece.tanh_() for piece in torch.unsafe_chunk(y, 4, 1)]
-    assert [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE] == [y.nbytes]
+    assert transfers(optimizer) == [y.nbytes]
     del graph
 
 
@@ -119,13 +119,14 @@ def test_memory_that_two_copies_are_of_is_freed_and_counted_once() -> None:
     held = []
     for activations in (0, 1 << 20):
         model = Twice(after=3)
-        optimizer = optimizer_of(model, activations)
+        device = Copying()
+        optimizer = optimizer_of(model, activations, device)
         for _ in range(2):
             optimizer.step()
-            optimizer._device.asked.clear()
+            device.asked.clear()
             loss = model(torch.randn(40, 30)).sum()
             assert loss.requires_grad, "its graph is there"
-            held.append(optimizer._device.usage().occupied)
+            held.append(device.usage().occupied)
             moved = saved(optimizer)
             loss.backward()
     optimizer.step()
@@ -140,9 +141,8 @@ def test_all_leaves_of_which_the_last_is_a_second_copy() -> None:
     model = Twice(after=0)
     optimizer = optimizer_of(model, 1.0)
     for _ in range(2):
-        optimizer._device.asked.clear()
         assert model(torch.randn(40, 30)).requires_grad
-        assert saved(optimizer) == 6 * 4 * 40 * 30
+        assert saves(optimizer) == 6 * [4 * 40 * 30]
 
 
 def of_rrelu(x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_what_backward_wrote_to_raises_for_other_readers_as_in_torch(
         return re.sub(r", which is output 0 of \w+,|, check_nan=False", "", str(raised.value))
 
     optimizer = optimizer_of(nn.Linear(2, 2))
-    optimizer._session.on_device.activations.least_bytes = least_bytes
+    offload_of(optimizer).least_bytes = least_bytes
     assert words(optimizer.offload_activations(activations)) == words(nullcontext())
 
 

@@ -19,6 +19,7 @@ from dos.activations.saved import Saved
 from dos.devices import Copy, Job
 from perfmodel import Op
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
+from tests.support.inside import offload_of
 
 N = 512
 LAYERS = 12
@@ -120,7 +121,7 @@ def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, R
     device = Reusing(runtime)
     optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=device, policy="cpu")
     optimizer.offload_activations(100 * N * 4)
-    offload = optimizer._session.on_device.activations
+    offload = offload_of(optimizer)
     assert offload is not None
     offload.least_bytes = 64
     return runtime, device, optimizer, offload

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dos import DOSAdam
-from perfmodel import Op
-from tests.support.activations import Writes, optimizer_of
+from tests.support.activations import Writes, optimizer_of, transfers
 from tests.support.devices import Copying
+from tests.support.inside import offload_of
 from tests.support.ranks import Ranks
 from tests.support.sharded import assert_equal, dos_adam, mesh_of, model, shard, train, values
 from tests.support.training import bits
@@ -44,13 +44,13 @@ def same_bits(way: str, activations: Any) -> tuple[int, int]:
         optimizer = dos_adam(module.parameters(), device=Copying())
         optimizer.attach(module, activations=amount)
         if amount is not None:
-            optimizer._session.on_device.activations.least_bytes = 16
+            offload_of(optimizer).least_bytes = 16
         train(module, optimizer)
         optimizer.synchronize()
         found.append(values(module))
     assert_equal(*found)
     assert isinstance(optimizer, DOSAdam)
-    left = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
+    left = transfers(optimizer)
     return max(left, default=0), max(p.numel() * 2 for p in module.parameters())
 
 
@@ -75,7 +75,7 @@ def distributed_tensors() -> bool:
                 y = torch.tanh(3 * y) * y
         y.sum().backward()
         assert isinstance(x.grad, DTensor)
-        assert (activations > 0) == any(asked.op is Op.SAVE for asked in optimizer._device.asked)
+        assert (activations > 0) == bool(transfers(optimizer))
         return bits([x.grad.to_local()])
 
     assert gradients(1.0) == gradients(0.0)

@@ -18,6 +18,7 @@ from dos.devices import Copy
 from dos.gradients import offload
 from dos.step.ledger import Ledger
 from perfmodel import Op
+from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -254,7 +255,7 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = offloading(model, betas=BETAS, device=link)
     assert trained(model, optimizer) == without(torch.bfloat16)
-    assert len(optimizer._session.registry.offloaded._passages) == 3
+    assert len(session_of(optimizer).registry.offloaded._passages) == 3
 
 
 def test_passages_take_little_of_the_host_memory_that_is_allowed() -> None:

@@ -11,6 +11,7 @@ import torch
 from dos import DOSAdam
 from dos.guard import ENTRIES, Phase
 from dos.session import Session
+from tests.support.inside import session_of
 from tests.support.training import backward, mlp, on
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
@@ -27,7 +28,7 @@ def test_the_table_of_the_documentation_is_that_of_the_code() -> None:
 def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), **on("cpu"))
-    guard, seen = optimizer._session.guard, []
+    guard, seen = session_of(optimizer).guard, []
     commit = Session._commit
 
     def watched(session: Session, *args: object) -> None:

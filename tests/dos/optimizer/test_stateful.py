@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.clock import eventually
 from tests.support.devices import LIES, Amount, Unreliable
+from tests.support.inside import plan_anew
 from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
 from tests.support.random_plans import ChangingPlans, RandomPlans
-from tests.support.training import FAST, SLOW, assert_close_ulp, bits, plan_anew
+from tests.support.training import FAST, SLOW, assert_close_ulp, bits
 
 ULPS = 64
 SEQUENCES = int(os.environ.get("DOS_CALLS", "70"))

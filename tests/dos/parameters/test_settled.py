@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
+from tests.support.inside import plan_anew
 from tests.support.random_plans import all_in
-from tests.support.training import Make, assert_as_adamw, maker, plan_anew
+from tests.support.training import Make, assert_as_adamw, maker
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

@@ -23,7 +23,8 @@ from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 from perfmodel.tasks import Schedule, Task
 from tests.support.clock import compares_with_a_clock
-from tests.support.training import FAST, ended_steps, loss_of, mlp, plan_anew, profile, train
+from tests.support.inside import plan_anew
+from tests.support.training import FAST, ended_steps, loss_of, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

@@ -26,8 +26,9 @@ from perfmodel.format import MASTER, MASTER_KEY, Field, Format
 from perfmodel.policies import off_cpu
 from tests.support.devices import Unreliable
 from tests.support.fake_ranks import fake_ranks
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, bits, loss_of, mlp, plan_anew, profile, train
+from tests.support.training import FAST, bits, loss_of, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 

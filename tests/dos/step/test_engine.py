@@ -11,8 +11,9 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Lane, Op, Placement
 from tests.support.clock import eventually
 from tests.support.devices import UpdatesAfterStep
+from tests.support.inside import plan_anew
 from tests.support.random_plans import all_in
-from tests.support.training import FAST, Make, assert_as_on_host, bits, mlp, plan_anew, train
+from tests.support.training import FAST, Make, assert_as_on_host, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

@@ -21,8 +21,9 @@ from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
 from perfmodel.tasks import Schedule, Task
 from tests.support.devices import Unreliable
+from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import RandomPlans
-from tests.support.training import backward, bits, ended_steps, mlp, plan_anew
+from tests.support.training import backward, bits, ended_steps, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -190,10 +191,8 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         device=device,
         offload_gradients=offload_gradients,
     )
-    on_device = optimizer._session.on_device
-    assert on_device is not None
     ended = ended_steps(optimizer)
-    device.store = optimizer._session.ledger.stores.device
+    device.store = session_of(optimizer).ledger.stores.device
     reference = DOSAdam(twin.parameters(), state_format="float32")
     if attached:
         optimizer.attach(model)

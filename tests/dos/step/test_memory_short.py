@@ -15,7 +15,8 @@ from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
 from tests.support.devices import Pinning
-from tests.support.training import FAST, bits, plan_anew
+from tests.support.inside import plan_anew
+from tests.support.training import FAST, bits
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 

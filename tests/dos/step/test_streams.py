@@ -26,8 +26,9 @@ from tests.support.fake_cuda import (
     install,
     queue_gradients,
 )
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.training import bits, mlp, plan_anew, train
+from tests.support.training import bits, mlp, train
 
 
 def trained(

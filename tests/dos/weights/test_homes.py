@@ -22,6 +22,7 @@ from dos.weights.block import Block
 from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
+from tests.support.inside import session_of
 from tests.support.training import FAST, bits
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -390,7 +391,7 @@ def test_the_model_outlives_its_optimizer() -> None:
     train(model, optimizer, 1)
     optimizer.synchronize()
     before = bits([model(inputs(3, model))])
-    session = weakref.ref(optimizer._session)
+    session = weakref.ref(session_of(optimizer))
     gc.disable()
     try:
         del optimizer

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import gc
+import itertools
 import random
 import re
 import shutil
 import weakref
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,21 @@ from dos import DOSAdam
 from dos.state.disk import DiskError, DiskSpace, Extent
 from dos.state.disk import files as files_module
 from dos.state.disk import space as space_module
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, change, dos_adam, fail_at, files, truncate, wide
+from tests.support.disk import (
+    SMALL,
+    TWO_WINDOWS,
+    Requests,
+    Result,
+    Transfer,
+    bytes_on_disk,
+    change,
+    dos_adam,
+    fail_at,
+    files,
+    replace_transfer,
+    truncate,
+    wide,
+)
 from tests.support.programs import REFUSED
 from tests.support.training import backward, bits, everything, mlp, train
 
@@ -84,12 +99,13 @@ def test_the_message_of_a_failed_write_says_whether_to_try_again(
 ) -> None:
     """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
     model, optimizer = started(tmp_path)
-    real = space_module._adam.transfer
 
-    def transfer(write: bool, requests: Any, threads: int) -> Any:
-        return ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+    def refuses(real: Transfer) -> Transfer:
+        return lambda write, requests, threads: (
+            ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+        )
 
-    monkeypatch.setattr(space_module, "_adam", SimpleNamespace(transfer=transfer))
+    replace_transfer(monkeypatch, refuses)
     with pytest.raises(DiskError, match="in memory yet: try again, or, where a step has failed part way, load the"):
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"step failed part way .*where a step has failed part way, load the last"):
@@ -271,6 +287,20 @@ def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
     assert all(view.isfinite().all() for view in views)
 
 
+def fails_at(at: int, real: Transfer) -> Transfer:
+    """The transfer of this number ends half way."""
+    numbers = itertools.count(1)
+
+    def transfer(write: bool, requests: Requests, threads: int) -> Result:
+        if next(numbers) != at:
+            return real(write, requests, threads)
+        half = requests[: len(requests) // 2]
+        real(write, half, threads)
+        return [0] * len(requests), len(half), 0, errno.EIO
+
+    return transfer
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_random_failures_of_reads_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float
@@ -284,23 +314,11 @@ def test_random_failures_of_reads_and_writes(
         train(twin, other, 1, first_step=step)
         whole.append(everything(twin, other))
     outcomes = Counter[str]()
-    real = space_module._adam.transfer
     drawn = random.Random(1)
     for _ in range(12):
         model = wide()
         optimizer = dos_adam(model.parameters(), tmp_path, policy=policy)
-        asked, at = [0], drawn.randint(1, 60)
-
-        def transfer(write: bool, requests: Any, threads: int, asked: list[int] = asked, at: int = at) -> Any:
-            asked[0] += 1
-            if asked[0] == at:
-                half = requests[: len(requests) // 2]
-                real(write, half, threads)
-                return [0] * len(requests), len(half), 0, errno.EIO
-            return real(write, requests, threads)
-
-        monkeypatch.setattr(space_module._adam, "transfer", transfer)
-        step = 0
+        replace_transfer(monkeypatch, functools.partial(fails_at, drawn.randint(1, 60)))
         try:
             for step in range(5):
                 train(model, optimizer, 1, first_step=step)
@@ -312,5 +330,4 @@ def test_random_failures_of_reads_and_writes(
                 assert everything(model, optimizer) in whole
             except (OSError, RuntimeError):
                 outcomes["refused"] += 1
-        monkeypatch.setattr(space_module._adam, "transfer", real)
     assert outcomes["raised"] > 2

@@ -25,6 +25,7 @@ from perfmodel.tasks import SubgroupState
 from tests.support.devices import LateDevice
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
+from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import all_in
 from tests.support.training import (
     FAST,
@@ -35,7 +36,6 @@ from tests.support.training import (
     leaving_early,
     maker,
     mlp,
-    plan_anew,
     train,
 )
 
@@ -71,7 +71,7 @@ def test_an_optimizer_spills_for_what_another_took(tmp_path: Path, monkeypatch: 
             *rest, last = model.parameters()
             joins = state == "joined by more"
             optimizer = dos_adam([last] if joins else model.parameters(), disk, host_memory=None)
-            held.add(optimizer._session.registry.host_store)
+            held.add(session_of(optimizer).registry.host_store)
             pairs.append((model, optimizer))
             if joins:
                 train(model, optimizer, 1)
