@@ -23,7 +23,7 @@ from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
 from tests.support.inside import session_of
-from tests.support.training import FAST, bits
+from tests.support.training import FAST, bits, everything
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -272,10 +272,8 @@ def test_state_gives_way_to_a_block_that_is_needed() -> None:
     device.denied = 1
     train(model, optimizer, 1, first=2)
     train(other, reference, 3)
-    optimizer.synchronize()
-    reference.synchronize()
     assert device.denied == 2
-    assert bits(model.parameters()) == bits(other.parameters())
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 def test_backward_of_a_graph_from_before_a_step_is_refused() -> None:
@@ -303,8 +301,7 @@ def test_a_fetch_that_is_denied_in_part_leaves_no_weights() -> None:
     optimizer, reference = start(model, 0, device=Denies(FAST, 10**8)), start(other, None)
     train(model, optimizer, 2)
     train(other, reference, 2)
-    reference.synchronize()
-    assert bits(model.parameters()) == bits(other.parameters())
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 def test_blocks_move_between_steps_as_memory_changes() -> None:
@@ -324,9 +321,7 @@ def test_blocks_move_between_steps_as_memory_changes() -> None:
         plan = optimizer.plan()
         assert plan is not None
         staying.append(len(plan.blocks_on_device))
-    optimizer.synchronize()
-    reference.synchronize()
-    assert bits(model.parameters()) == bits(other.parameters())
+    assert everything(model, optimizer) == everything(other, reference)
     assert staying[9] > staying[19] < staying[29], staying
 
 
@@ -352,9 +347,7 @@ def test_an_exception_leaves_homes_in_place(where: str) -> None:
         assert [id(p) for p in model.parameters()] == [id(p) for g in optimizer.param_groups for p in g["params"]]
         train(model, optimizer, 1, first=step)
         train(other, reference, 1, first=step)
-    optimizer.synchronize()
-    reference.synchronize()
-    assert bits(model.parameters()) == bits(other.parameters())
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 @pytest.mark.parametrize("when", ["a fetch", "the end of a block"])
@@ -380,9 +373,7 @@ def test_ctrl_c_comes_when_the_hook_has_ended(when: str, monkeypatch: pytest.Mon
     assert [id(p) for p in model.parameters()] == [id(p) for g in optimizer.param_groups for p in g["params"]]
     train(model, optimizer, 2)
     train(other, reference, 2)
-    optimizer.synchronize()
-    reference.synchronize()
-    assert bits(model.parameters()) == bits(other.parameters())
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 def test_the_model_outlives_its_optimizer() -> None:
