@@ -101,21 +101,6 @@ def test_a_model_whose_weights_stream_is_not_moved(move: Callable[[nn.Module], o
     train(model, optimizer, 1)
 
 
-def test_weights_that_user_code_writes_between_micro_batches_are_fetched_anew() -> None:
-    def written(weights: Any) -> list[bytes]:
-        model = net()
-        optimizer = start(model, weights)
-        loss(model, 0).backward()
-        with torch.no_grad():
-            model.blocks[0].both.weight.mul_(0.5)
-        loss(model, 1).backward()
-        optimizer.step()
-        optimizer.synchronize()
-        return bits(model.parameters())
-
-    assert written(0) == written(None)
-
-
 def test_exchanged_parameters_are_refused() -> None:
     model = net()
     start(model, 0)
