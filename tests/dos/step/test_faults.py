@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import traceback
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Caller, Job, Memory
+from dos.state.disk import PAGE
+from dos.state.disk import space as space_module
 from perfmodel import Op
+from tests.support.disk import Requests, Result, Transfer, replace_transfer
 from tests.support.programs import PROGRAMS, STEPS, Program, Training, expected, finish
 from tests.support.training import FAST
 
@@ -24,23 +28,36 @@ pytestmark = pytest.mark.usefixtures("one_core")
 FAULTS = int(os.environ.get("DOS_FAULTS", "150"))
 """How many, over all programs."""
 MESSAGE = "the cable came off"
+ALL = "of all kinds"
 
 
 class FaultyDevice(EmulatedDevice):
-    """Counts what it is asked for; the one with the number `at` goes wrong.
+    """Counts what it is asked for; of one kind, or of all, the one with the number `at` goes wrong.
 
     late: whether a copy or update goes wrong when it runs, not when it is asked for.
     """
 
     def __init__(self) -> None:
-        self.asked, self.at, self.late, self.hit = 0, -1, False, ""
+        self.asked, self.kind, self.at, self.late, self.hit = Counter[str](), ALL, -1, False, ""
         super().__init__(FAST, capacity=10**7)
 
+    def replace_transfer(self, transfer: Transfer) -> Transfer:
+        """Of the disk: half of one is done, and then it fails."""
+
+        def replaced(write: bool, requests: Requests, threads: int) -> Result:
+            if not self._goes_wrong("disk"):
+                return transfer(write, requests, threads)
+            half = requests[: len(requests) // 2]
+            transfer(write, half, threads)
+            return [0] * len(requests), len(half), 0, errno.EIO
+
+        return replaced
+
     def _goes_wrong(self, what: str) -> bool:
-        self.asked += 1
-        if self.asked == self.at:
-            self.hit = what
-        return self.asked == self.at
+        self.asked += Counter((ALL, what))
+        wrong = self.kind in (ALL, what) and self.asked[self.kind] == self.at
+        self.hit = what if wrong else self.hit
+        return wrong
 
     def _queue(
         self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
@@ -81,11 +98,12 @@ class FaultyDevice(EmulatedDevice):
         return super().fence(callers)
 
 
-def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
+def outcome_of(program: Program, kind: str, at: int, late: bool, patch: pytest.MonkeyPatch) -> tuple[str, str]:
     """Let one request fail; what kind it was, and what became of the step."""
     device = FaultyDevice()
+    replace_transfer(patch, device.replace_transfer)
     training = Training(program, device)
-    device.at, device.late = device.asked + at, late
+    device.kind, device.at, device.late = kind, device.asked[kind] + at, late
     try:
         training.run()
         assert training.read() == expected(program)[STEPS]
@@ -93,7 +111,7 @@ def outcome_of(program: Program, at: int, late: bool) -> tuple[str, str]:
         said = "".join(traceback.format_exception(error))
     else:
         return device.hit, "unharmed"
-    assert MESSAGE in said
+    assert (os.strerror(errno.EIO) if device.hit == "disk" else MESSAGE) in said
     assert device.hit not in ("memory", "reading"), "the user need not know"
     return device.hit, finish(training)
 
@@ -103,15 +121,21 @@ ON_DEVICE = [program for program in PROGRAMS if program.policy is not None]
 
 @pytest.mark.filterwarnings("ignore:DOSAdam takes free device memory from no source")
 @pytest.mark.parametrize("program", ON_DEVICE, ids=str)
-def test_a_fault_of_the_device(program: Program) -> None:
+def test_a_fault_of_the_device_or_disk(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers from and to the disk are in requests of a page."""
+    monkeypatch.setattr(space_module, "_REQUEST_BYTES", PAGE)
     device = FaultyDevice()
+    replace_transfer(monkeypatch, device.replace_transfer)
     training = Training(program, device)
-    before = device.asked
+    before = Counter(device.asked)
     training.run()
     training.read()
     total = device.asked - before
     drawn, outcomes = random.Random(0), Counter[tuple[str, str]]()
-    for _ in range(FAULTS // len(ON_DEVICE) + 1):
-        outcomes[outcome_of(program, drawn.randint(1, total), drawn.random() < 0.5)] += 1
+    for kind in (ALL, "disk") if program.disk else (ALL,):
+        for _ in range(FAULTS // len(ON_DEVICE) + 1):
+            at, late = drawn.randint(1, total[kind]), drawn.random() < 0.5
+            outcomes[outcome_of(program, kind, at, late, monkeypatch)] += 1
     assert all(outcome == "unharmed" for hit, outcome in outcomes if hit in ("memory", "reading", ""))
     assert any(outcome != "unharmed" for _, outcome in outcomes)
+    assert not program.disk or any(hit == "disk" for hit, _ in outcomes)
