@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import shutil
 import signal
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +20,7 @@ from dos.backward import Backward
 from dos.devices import Mark
 from dos.gradients.clipping import Clipping
 from dos.gradients.offload import OffloadedGradients
+from dos.machine import host_memory
 from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
@@ -60,6 +63,11 @@ def exchange(training: Training) -> None:
     training.backward(STEPS)
 
 
+def by_hand(training: Training) -> None:
+    for p in training.model.parameters():
+        p.grad = torch.ones_like(p)
+
+
 def save(training: Training) -> None:
     training.backward(STEPS)
     training.saved = copy.deepcopy(training.optimizer.state_dict())
@@ -70,6 +78,7 @@ def save(training: Training) -> None:
 CALLS = {
     "step": Call(lambda training: training.optimizer.step()),
     "first step": Call(lambda training: training.optimizer.step(), 0),
+    "first step, gradients by hand": Call(lambda training: training.optimizer.step(), 0, by_hand),
     "step after exchange": Call(lambda training: training.optimizer.step(), prepare=exchange),
     "load": Call(lambda training: training.optimizer.load_state_dict(training.saved), prepare=save),
     "backward": Call(lambda training: training.backward(STEPS), prepare=lambda training: None),
@@ -219,6 +228,53 @@ def test_a_fault_leaves_what_the_table_says(moment: Moment, fault: str) -> None:
                 call.act(training)
             assert training.read() == after
             assert go_on(training) == later
+
+
+Short = tuple[Callable[[pytest.MonkeyPatch, Training], None], type[Exception], str]
+
+
+def host_has(bytes_per_parameter: int) -> Short:
+    """Less than state and staging take."""
+
+    def shorten(patch: pytest.MonkeyPatch, training: Training) -> None:
+        there = bytes_per_parameter * sum(p.numel() for p in training.model.parameters())
+        patch.setattr(host_memory, "available_bytes", lambda: there)
+
+    return shorten, MemoryError, r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"
+
+
+def disk_is_full(patch: pytest.MonkeyPatch, training: Training) -> None:
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+
+DISK_IS_FULL: Short = (disk_is_full, OSError, r"dos_disk.*: state needs \d+ more bytes on disk, found 0 free")
+
+
+@pytest.mark.parametrize(
+    ("call", "program", "short"),
+    [
+        *(("first step", program, host_has(0)) for program in (HOST, CPU, ATTACHED, OFFLOADED, HALF)),
+        ("first step, gradients by hand", OFFLOADED, host_has(0)),
+        ("first step", HOST, host_has(6)),
+        ("first step", CPU, host_has(10)),
+        ("first step", DISK, DISK_IS_FULL),
+    ],
+)
+def test_without_room_for_state_nothing_has_changed_and_training_goes_on_with_more(
+    call: str, program: Program, short: Short
+) -> None:
+    before, after, later = undisturbed(program, call)
+    training, (shorten, error, said) = started(program, CALLS[call]), short
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch, training)
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                training.optimizer.step()
+    assert training.read() == before
+    assert program is HOST or training.device.usage().held == 0
+    training.optimizer.step()
+    assert training.read() == after
+    assert go_on(training) == later
 
 
 def test_the_second_ctrl_c_ends_synchronize_at_once_and_the_next_call_waits() -> None:

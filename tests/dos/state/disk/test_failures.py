@@ -9,7 +9,6 @@ import copy
 import errno
 import gc
 import re
-import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import nn
 
 from dos import DOSAdam
 from dos.state.disk import DiskError, DiskSpace, Extent
-from dos.state.disk import files as files_module
 from tests.support.disk import (
     SMALL,
     TWO_WINDOWS,
@@ -36,12 +34,11 @@ from tests.support.disk import (
     wide,
 )
 from tests.support.programs import REFUSED
-from tests.support.training import backward, bits, everything, mlp, train
+from tests.support.training import backward, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 LOST = "load the last checkpoint"
-FULL = shutil._ntuple_diskusage(0, 0, 0)  # type: ignore[attr-defined]
 
 
 def started(disk: Path, steps: int = 2, **settings: Any) -> tuple[nn.Module, DOSAdam]:
@@ -216,27 +213,6 @@ def test_a_folder_that_is_named_from_a_folder_which_is_left(tmp_path: Path, monk
     assert len(files(tmp_path / "state")) == 2
     assert not files(tmp_path / "elsewhere")
     del copied
-
-
-def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has happened then, and training goes on once there is room."""
-    model, twin = wide(), wide()
-    optimizer = dos_adam(model.parameters(), tmp_path)
-    backward(model, 0)
-    before = bits(model.parameters())
-    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"state needs \d+ more bytes on disk, found 0 free") as caught:
-            optimizer.step()
-        assert caught.value.errno == errno.ENOSPC
-        assert str(tmp_path) in str(caught.value)
-    assert bits(model.parameters()) == before
-    monkeypatch.undo()
-    optimizer.step()
-    backward(twin, 0)
-    other = dos_adam(twin.parameters(), None)
-    other.step()
-    assert everything(model, optimizer) == everything(twin, other)
 
 
 @pytest.mark.parametrize(("offload", "nbytes"), [(False, 20_000), (True, 20_000), (True, 6 * 20_400)])
