@@ -157,23 +157,19 @@ def of_noise_that_is_there(x: Tensor) -> Tensor:
     return torch.ops.aten.rrelu_with_noise(x, torch.zeros_like(x), 0.1, 0.3, True)
 
 
-@pytest.mark.parametrize("fills", [of_rrelu, of_a_module, of_noise_that_is_there])
-def test_what_an_operation_fills_after_it_has_saved_it_leaves_filled(fills: Callable[[Tensor], Tensor]) -> None:
+def of_backward(x: Tensor) -> Tensor:
+    """To a tensor that nothing else reads."""
+    return Writes.apply(x * 2)
+
+
+@pytest.mark.parametrize("writes", [of_rrelu, of_a_module, of_noise_that_is_there, of_backward])
+def test_an_operation_may_write_to_what_it_has_saved(writes: Callable[[Tensor], Tensor]) -> None:
+    """It leaves as it is then, after its operation has run."""
     x = torch.randn(40, 30, requires_grad=True)
 
     def program(context: Context) -> Tensor:
         with context:
-            return fills(x).sum() + later()
-
-    assert_same_gradients(program, x)
-
-
-def test_backward_may_write_to_a_saved_tensor_that_nothing_else_reads() -> None:
-    x = torch.randn(40, 30, requires_grad=True)
-
-    def program(context: Context) -> Tensor:
-        with context:
-            return Writes.apply(x * 2).sum() + later()
+            return writes(x).sum() + later()
 
     assert_same_gradients(program, x)
 

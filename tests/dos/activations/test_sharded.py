@@ -15,7 +15,7 @@ from dos import DOSAdam
 from tests.support.activations import Writes, optimizer_of, transfers
 from tests.support.devices import Copying
 from tests.support.inside import offload_of
-from tests.support.ranks import Ranks
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import assert_equal, dos_adam, mesh_of, model, shard, train, values
 from tests.support.training import bits
 
@@ -63,7 +63,8 @@ def test_sharded_training_is_the_same_to_the_bit(pair: Ranks, way: str, activati
         assert 0 < most < gathered, "gathered parameters stay"
 
 
-def distributed_tensors() -> bool:
+@on_pair
+def test_distributed_tensors_come_back_as_such() -> None:
     """DTensors that are saved are unwrapped, and wrapped again."""
 
     def gradients(activations: float) -> list[bytes]:
@@ -79,14 +80,10 @@ def distributed_tensors() -> bool:
         return bits([x.grad.to_local()])
 
     assert gradients(1.0) == gradients(0.0)
-    return True
 
 
-def test_distributed_tensors_come_back_as_such(pair: Ranks) -> None:
-    assert all(pair.run(distributed_tensors))
-
-
-def written_between() -> bool:
+@on_pair
+def test_a_distributed_tensor_that_was_written_to_is_saved_anew() -> None:
     """Of a DTensor that is written to and saved again."""
 
     def gradient(activations: float) -> Tensor:
@@ -102,14 +99,12 @@ def written_between() -> bool:
         y.sum().backward()
         return w.grad.to_local()
 
-    return torch.equal(gradient(1.0), gradient(0.0))
+    assert torch.equal(gradient(1.0), gradient(0.0))
 
 
-def test_a_distributed_tensor_that_was_written_to_is_saved_anew(pair: Ranks) -> None:
-    assert all(pair.run(written_between))
-
-
-def written(in_backward: bool) -> str:
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_pair
+def test_distributed_tensors_that_were_written_to_raise(in_backward: bool) -> None:
     x = distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
     optimizer = optimizer_of(nn.Linear(2, 2))
     with optimizer.offload_activations(1.0):
@@ -121,14 +116,5 @@ def written(in_backward: bool) -> str:
     if not in_backward:
         with torch.no_grad():
             y.add_(1)
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_distributed_tensors_that_were_written_to_raise(pair: Ranks, in_backward: bool) -> None:
-    for message in pair.run(written, in_backward):
-        assert "modified by an inplace operation" in message

@@ -22,6 +22,7 @@ from dos.weights.block import Block
 from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
+from tests.support.devices import FaultyDevice
 from tests.support.inside import session_of
 from tests.support.training import FAST, bits, everything
 
@@ -240,24 +241,14 @@ def test_device_memory_of_weights_is_counted() -> None:
 
 def test_state_gives_way_to_a_block_that_is_needed() -> None:
     """The device denies memory to weights once: state goes home, and nothing else changes."""
-
-    class Denies(EmulatedDevice):
-        denied = 0
-
-        def refill(self, buffer: Tensor) -> None:
-            if self.denied == 1:
-                self.denied = 2
-                raise torch.OutOfMemoryError("for a test")
-            super().refill(buffer)
-
-    device = Denies(FAST, 10**8)
+    device = FaultyDevice()
     model, other = net(), net()
     optimizer, reference = start(model, 0, device=device, policy=0.5), start(other, None, policy=0.5)
     train(model, optimizer, 2)
-    device.denied = 1
+    device.fail("refill", 1)
     train(model, optimizer, 1, first=2)
     train(other, reference, 3)
-    assert device.denied == 2
+    assert device.hit == "refill"
     assert everything(model, optimizer) == everything(other, reference)
 
 
@@ -272,20 +263,12 @@ def test_backward_of_a_graph_from_before_a_step_is_refused() -> None:
 
 
 def test_a_fetch_that_is_denied_in_part_leaves_no_weights() -> None:
-    class Denies(EmulatedDevice):
-        fetches = 0
-
-        def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-            self.fetches += op is Op.WEIGHTS
-            if self.fetches in (2, 5):
-                self.fetches += 1
-                raise torch.OutOfMemoryError("for a test")
-            return super().copy(op, subgroup, copies, after)
-
-    model, other = net(), net()
-    optimizer, reference = start(model, 0, device=Denies(FAST, 10**8)), start(other, None)
+    model, other, device = net(), net(), FaultyDevice(torch.OutOfMemoryError)
+    optimizer, reference = start(model, 0, device=device), start(other, None)
+    device.fail(Op.WEIGHTS.value, 2, 4)
     train(model, optimizer, 2)
     train(other, reference, 2)
+    assert device.hit == Op.WEIGHTS.value
     assert everything(model, optimizer) == everything(other, reference)
 
 
