@@ -244,7 +244,7 @@ def test_what_was_brought_back_in_vain() -> None:
             loss = model(x)
             torch.cuda.synchronize()
             late(Op.RESTORE, 0.2)
-            last = model.layers[-1].weight  # type: ignore[attr-defined]
+            last = model.layers[-1].weight
             handle = last.register_hook(stop)
             with contextlib.suppress(StoppedError):
                 loss.backward()

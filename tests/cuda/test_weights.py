@@ -372,7 +372,6 @@ def test_where_weights_are_and_gradients() -> None:
         assert [*map(id, model.blocks.parameters())] == [*map(id, homes)]
         optimizer.step()
     weights = session_of(optimizer).weights
-    assert weights is not None
     assert all(copy.grad is None for copy in weights.stream.all_copies())
     assert inside == [{DEVICE}] * 2 * BLOCKS
 

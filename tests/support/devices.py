@@ -260,7 +260,7 @@ class Card(EmulatedDevice):
 
     def __init__(self, uuid: str | None = UUID, free: int = 500_000, unused: int = 0) -> None:
         super().__init__(FAST, TOTAL)
-        self.uuid = uuid  # type: ignore[misc]
+        self.uuid = uuid
         self.says = Memory(free, TOTAL)
         self.unused = unused
         self.reads = 0

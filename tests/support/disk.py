@@ -60,7 +60,7 @@ def read_through_cache(space: DiskSpace) -> None:
 def reads(space: DiskSpace, extent: object, expected: Tensor) -> bool:
     """Whether an extent has these contents."""
     buffer = pages(len(expected), seed=99)
-    space.read(extent, buffer)  # type: ignore[arg-type]
+    space.read(extent, buffer)
     return torch.equal(buffer, expected)
 
 

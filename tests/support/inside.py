@@ -24,7 +24,6 @@ def device_of(optimizer: DOSAdam) -> Any:
 
 def offload_of(optimizer: DOSAdam) -> ActivationOffload:
     on_device = session_of(optimizer).on_device
-    assert on_device is not None
     return on_device.activations
 
 

@@ -189,11 +189,11 @@ def leaving_early() -> Iterator[list[int]]:
         found.append(index)
         return plain(self, index, *rest, **more)
 
-    Ledger.send = send  # type: ignore[method-assign]
+    Ledger.send = send
     try:
         yield found
     finally:
-        Ledger.send = plain  # type: ignore[method-assign]
+        Ledger.send = plain
 
 
 def ended_steps(optimizer: DOSAdam) -> list[Step]:

@@ -99,7 +99,6 @@ def test_the_timeline_has_what_left_and_came_back_as_the_predicted_one_has(attac
         step(model, optimizer, number=number)
     optimizer.synchronize()
     found, plan = optimizer.timeline(), optimizer.plan()
-    assert plan is not None
     work = dataclasses.replace(policy.told[-1], forward_s=1.0, backward_s=2.0)
     predicted = simulate(plan, work, FAST, Scope.beside(work))
     for op, lane in ((Op.SAVE, Lane.D2H), (Op.RESTORE, Lane.H2D)):
@@ -188,7 +187,6 @@ def full_of_state(others: Callable[[], int]) -> tuple[nn.Module, DOSAdam, Activa
 def residents(optimizer: DOSAdam) -> float:
     """Share of the subgroups that the plan has on the device."""
     plan = optimizer.plan()
-    assert plan is not None
     return plan.placements.count(Placement.GPU_RESIDENT) / len(plan)
 
 
@@ -214,7 +212,6 @@ def test_when_memory_runs_out_the_next_plan_raises_the_share_before_it_gives_up_
     assert runs_out(model, optimizer)
     assert offload.share == 1, "it falls once the plan's state is there"
     plan = optimizer.plan()
-    assert plan is not None
     # The margin, and a sixteenth of what is saved that is on its way, take as much as was free before, and more.
     assert (more - 5) * EACH < plan.activation_bytes < (more + 4) * EACH
     assert residents(optimizer) == 1
@@ -242,7 +239,6 @@ def test_when_it_runs_out_again_at_once_all_leaves_and_state_counts_on_none_of_t
         often += runs_out(model, optimizer)
     assert often == 2
     plan = optimizer.plan()
-    assert plan is not None
     assert plan.activation_bytes == TOTAL
     assert residents(optimizer) < 1
 

@@ -284,5 +284,4 @@ def test_ctrl_c_in_forward_or_backward_changes_no_later_bit(
     assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in twin.parameters())
     assert not leaves(optimizer)
     offload = offload_of(optimizer)
-    assert offload is not None
     assert offload.pool.used == 0

@@ -187,7 +187,7 @@ def test_amounts_that_cannot_be(error: type[Exception], message: str, amounts: S
             with pytest.raises(error, match=f"activations must be a share from 0 to 1, {message}"):
                 use(amount)
     with pytest.raises(TypeError, match="found None"):
-        optimizer.offload_activations(None)  # type: ignore[arg-type]
+        optimizer.offload_activations(None)
 
 
 @pytest.mark.parametrize(("activations", "left"), [(0.0, 0), (1.0, LAYERS + 1), (3 * EACH + 1, 3)])

@@ -33,7 +33,7 @@ def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -
 
     def watched(session: Session, *args: object) -> None:
         seen.append(guard.phase)
-        commit(session, *args)  # type: ignore[arg-type]
+        commit(session, *args)
 
     phases = [guard.phase]
     backward(model, 0)

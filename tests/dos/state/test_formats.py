@@ -47,7 +47,7 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
 
     model, device = mlp(torch.bfloat16), Copying()
     settings_ = {"policy": policy, "device": device, "offload_gradients": offload_gradients}
-    optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)
     train(model, optimizer, 2)
     del placements[0]
     plan_anew(optimizer)

@@ -23,7 +23,7 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
     placement = [Placement.GPU_RESIDENT]
     device = EmulatedDevice(FAST, capacity=10**9)
     trimmed: list[int] = []
-    device.trim = lambda: trimmed.append(device.memory().free)  # type: ignore[method-assign]
+    device.trim = lambda: trimmed.append(device.memory().free)
     model, reference = mlp(), mlp()
     optimizer = DOSAdam(
         model.parameters(), policy=lambda work: all_in(placement[0], work), subgroup_size=300, device=device

@@ -233,7 +233,6 @@ def both_backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, chan
         backward(network, seed, micro_batches=number)
         if change and one < 5:
             parameter = list(network.parameters())[one]
-            assert parameter.grad is not None
             parameter.grad = None if drop else parameter.grad.mul_(0.5)
 
 
@@ -260,6 +259,6 @@ def test_requests_are_the_schedule_s(dtype: torch.dtype, offload_gradients: bool
     found: Counter[str] = Counter()
     for seed in range(12):
         settings = {"failing": 0.2 * (seed // 2 % 2), "attached": bool(seed % 2)}
-        found += history(seed, dtype=dtype, offload_gradients=offload_gradients, **settings)  # type: ignore[arg-type]
+        found += history(seed, dtype=dtype, offload_gradients=offload_gradients, **settings)
     assert ways | {"in vain", "no memory"} <= found.keys()
     assert dtype is not torch.float32 or not offload_gradients or found.keys() == ways | {"in vain", "no memory"}

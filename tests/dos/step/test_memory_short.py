@@ -134,7 +134,7 @@ def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
     parts = 4 * (3 + 1)  # three fields and a gradient
     assert [pins(5 * each - i) for i in range(parts + 2)] == [1] * parts + [0] * 2
     assert pins(2 * each) == 0
-    assert optimizer.plan().placements.count(RESIDENT) == 2  # type: ignore[union-attr]
+    assert optimizer.plan().placements.count(RESIDENT) == 2
     assert pins(2 * each) == 0
 
 

@@ -61,7 +61,7 @@ def trained(
 
     unchanged: list[bool] = []
     settings = {"lr": 1e-2, "device": device, "subgroup_size": 300, **options}
-    optimizer = DOSAdam(model.parameters(), **settings)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), **settings)
     if attached:
         optimizer.attach(model)
     losses = train(model, optimizer, steps, before_step=backward_is_issued)

@@ -43,7 +43,6 @@ def child_that_writes(folder: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, "-c", WRITES, str(folder)]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        assert child.stdout is not None
         try:
             assert child.stdout.readline() == "written\n"
             yield child
