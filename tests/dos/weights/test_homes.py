@@ -277,19 +277,19 @@ def test_blocks_move_between_steps_as_memory_changes() -> None:
     budget = 0
     model, other = net(blocks=12), net(blocks=12)
     weights = sum(p.nbytes for p in model.blocks.parameters())
-    slow = FAST.replace(h2d_bandwidth=1e6, h2d_bandwidth_duplex=1e6, d2h_bandwidth=1e6, d2h_bandwidth_duplex=1e6)
+    slow = FAST.replace(h2d_bandwidth=1e7, h2d_bandwidth_duplex=1e7, d2h_bandwidth=1e7, d2h_bandwidth_duplex=1e7)
     device = EmulatedDevice(slow, 10**8)
     optimizer = start(model, "auto", device=device, policy="adaptive", profile=slow, memory_budget=lambda: budget)
     reference = start(other, None)
     staying = []
-    for step in range(30):
-        budget = weights // 2 if 10 <= step < 20 else 8 * weights
+    for step in range(15):
+        budget = weights // 2 if 5 <= step < 10 else 8 * weights
         train(model, optimizer, 1, first=step)
         train(other, reference, 1, first=step)
         plan = optimizer.plan()
         staying.append(len(plan.blocks_on_device))
     assert everything(model, optimizer) == everything(other, reference)
-    assert staying[9] > staying[19] < staying[29], staying
+    assert staying[4] > staying[9] < staying[14], staying
 
 
 @pytest.mark.parametrize("where", ["in a block", "between blocks", "in backward"])
