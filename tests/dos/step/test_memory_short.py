@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import mmap
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
-from tests.support.devices import Pinning
+from tests.support.devices import Amount, Pinning
 from tests.support.inside import plan_anew
 from tests.support.training import FAST, bits
 
@@ -35,36 +35,41 @@ class Chosen:
         return Plan(self.now, tuple(range(len(self.now))), slots=1)
 
 
-def started(policy: Any, **settings: Any) -> tuple[nn.Parameter, DOSAdam]:
-    parameter = nn.Parameter(torch.ones(2 * PAGE))
-    device = EmulatedDevice(FAST, settings.pop("capacity", 10**9))
-    return parameter, DOSAdam([parameter], policy=policy, subgroup_size=PAGE, device=device, **settings)
-
-
 def step(parameter: Tensor, optimizer: DOSAdam, value: float = 0.5) -> None:
     parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
 
 
-def test_what_was_to_arrive_is_not_taken_for_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One subgroup comes, another has to leave, and there is no home for it."""
-    policy = Chosen(CPU, RESIDENT)
-    parameter, optimizer = started(policy)
-    other, reference = started("cpu")
-    for p, o in ((parameter, optimizer), (other, reference)):
-        step(p, o)
-    policy.now = RESIDENT, CPU
-    plan_anew(optimizer)
-    held = optimizer.metrics()["memory_held_bytes"]
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
-    with pytest.raises(MemoryError):
-        step(parameter, optimizer)
-    assert optimizer.metrics()["memory_held_bytes"] == held
-    monkeypatch.undo()
+@pytest.mark.parametrize(
+    ("before", "now", "offloads", "occupied"),
+    [((CPU, RESIDENT), (RESIDENT, CPU), False, 0), ((STREAMED,), (RESIDENT,), True, 9 * PAGE)],
+    ids=["one subgroup comes, another leaves and has no home", "state fits, its offloaded gradient does not"],
+)
+def test_a_step_for_which_the_host_has_no_room_is_as_if_it_had_not_been(
+    before: Sequence[Placement],
+    now: Sequence[Placement],
+    offloads: bool,
+    occupied: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was to arrive is not taken for state, and what came is given back once."""
+    policy, others = Chosen(*before), Amount()
+    device = EmulatedDevice(FAST, 20 * PAGE if occupied else 10**9, others)
+    parameter, twin = (nn.Parameter(torch.ones(len(now) * PAGE, dtype=torch.bfloat16)) for _ in range(2))
+    settings = {"policy": policy, "device": device, "subgroup_size": PAGE, "offload_gradients": offloads}
+    optimizer, reference = DOSAdam([parameter], **settings), DOSAdam([twin])
     step(parameter, optimizer)
-    step(other, reference)
-    assert bits([parameter]) == bits([other])
-    assert bits([optimizer.state[parameter]["exp_avg"]]) == bits([reference.state[other]["exp_avg"]])
+    policy.now, others.nbytes, held = now, occupied, device.usage().held
+    plan_anew(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "available_bytes", lambda: 0)
+        with pytest.raises(MemoryError):
+            step(parameter, optimizer)
+    assert device.usage().held == held
+    optimizer.step()
+    for _ in range(2):
+        step(twin, reference)
+    assert bits([parameter, *optimizer.state[parameter].values()]) == bits([twin, *reference.state[twin].values()])
 
 
 @pytest.mark.parametrize("size", [PAGE, PAGE // 2, 3 * PAGE // 4])
@@ -97,25 +102,6 @@ def test_staging_that_was_widened_counts_once() -> None:
         parameter.grad = torch.ones(PAGE, dtype=dtype)
         optimizer.step()
     assert optimizer.metrics()["host_held_bytes"] == (10 + 2 + 4) * PAGE
-
-
-def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State fits, its offloaded gradient does not, and the host has no room for new parameters."""
-    occupied = [0]
-    parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
-    device = EmulatedDevice(FAST, 20 * PAGE, lambda: occupied[0])
-    policy = Chosen(STREAMED)
-    optimizer = DOSAdam([parameter], policy=policy, subgroup_size=PAGE, offload_gradients=True, device=device)
-    step(parameter, optimizer)
-    policy.now, occupied[0] = (RESIDENT,), 9 * PAGE
-    plan_anew(optimizer)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
-    with pytest.raises(MemoryError):
-        step(parameter, optimizer)
-    assert device.usage().held == 0
-    monkeypatch.undo()
-    optimizer.step()
-    assert optimizer.state[parameter]["step"] == 2
 
 
 def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:

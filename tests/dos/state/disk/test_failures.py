@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,22 +239,3 @@ def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) 
     optimizer.add_param_group({"params": weights[1:], "amsgrad": True})
     optimizer.step()
     assert optimizer.state[weights[1]]["step"] == 1
-
-
-def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
-    """Without the garbage collector, and whatever users still hold of its state."""
-    model = wide()
-    optimizer = dos_adam(model.parameters(), tmp_path, policy="stride:2")
-    optimizer.attach(model)
-    train(model, optimizer, 2)
-    views = [entry["exp_avg"] for entry in optimizer.state.values()]
-    train(model, optimizer, 1, first_step=2)
-    gone = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert gone() is None
-        assert not files(tmp_path)
-    finally:
-        gc.enable()
-    assert all(view.isfinite().all() for view in views)
