@@ -29,25 +29,25 @@ BETAS = (0.0, 0.999)
 """With which exp_avg is the gradient itself."""
 
 
-def offloading(model: nn.Module, policy: str | float = "stride:3", capacity: int = 10**7, **settings: Any) -> DOSAdam:
-    place = on(policy, capacity, subgroup_size=150, offload_gradients=True)
+def offloading(model: nn.Module, policy: str | float = "stride:3", **settings: Any) -> DOSAdam:
+    place = on(policy, 10**7, subgroup_size=150, offload_gradients=True)
     return DOSAdam(model.parameters(), **{**place, **settings})
 
 
-def trained(model: nn.Module, optimizer: DOSAdam, micro_batches: int = 4) -> list[bytes]:
+def trained(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
     """The parameters and their averages after five steps."""
     for step in range(5):
         optimizer.zero_grad()
-        backward(model, 10 * step, micro_batches)
+        backward(model, 10 * step, micro_batches=4)
         optimizer.step()
     optimizer.synchronize()
     return bits([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
 
 
-def without(dtype: torch.dtype, micro_batches: int = 4) -> list[bytes]:
+def without(dtype: torch.dtype) -> list[bytes]:
     """The same where autograd adds up."""
     model = mlp(dtype)
-    return trained(model, DOSAdam(model.parameters(), betas=BETAS), micro_batches)
+    return trained(model, DOSAdam(model.parameters(), betas=BETAS))
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
