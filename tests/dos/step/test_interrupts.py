@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import shutil
 import signal
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,7 +17,6 @@ from dos.backward import Backward
 from dos.devices import Mark
 from dos.gradients.clipping import Clipping
 from dos.gradients.offload import OffloadedGradients
-from dos.machine import host_memory
 from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
@@ -28,67 +24,30 @@ from dos.session import Session
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation
+from tests.support.calls import (
+    ATTACHED,
+    CALLS,
+    CPU,
+    DISK,
+    HALF,
+    HOST,
+    OFFLOADED,
+    RESIDENT,
+    STREAMED,
+    go_on,
+    started,
+    undisturbed,
+)
 from tests.support.devices import UpdatesAfterStep
 from tests.support.programs import Program, Training
 from tests.support.training import FAST, backward, batch, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-STEPS = 2
-HOST, CPU, RESIDENT = Program(None), Program("cpu"), Program(0.0)
-STREAMED, ATTACHED = Program("stride:1"), Program("stride:2", attached=True)
-OFFLOADED, HALF = Program("stride:2", offload_gradients=True), Program(0.5, offload_gradients=True)
-DISK = Program("stride:2", disk=True)
-
 DEVICE = CPU, RESIDENT, STREAMED, DISK
 PLAIN = HOST, *DEVICE
 ALL = *PLAIN, ATTACHED, OFFLOADED, HALF
 
-
-class Call(NamedTuple):
-    """A call of user code, after so many steps. prepare: what comes before it."""
-
-    act: Callable[[Training], object]
-    steps: int = STEPS
-    prepare: Callable[[Training], object] = lambda training: training.backward(STEPS)
-
-
-def exchange(training: Training) -> None:
-    """Put other parameters in the place of all."""
-    for module in training.model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(p.detach().clone()))
-    training.optimizer.param_groups[0]["params"] = list(training.model.parameters())
-    training.optimizer.state.clear()
-    training.backward(STEPS)
-
-
-def by_hand(training: Training) -> None:
-    for p in training.model.parameters():
-        p.grad = torch.ones_like(p)
-
-
-def save(training: Training) -> None:
-    training.backward(STEPS)
-    training.saved = copy.deepcopy(training.optimizer.state_dict())
-    training.saved["param_groups"][0]["lr"] = 0.5
-    training.saved["state"][0]["exp_avg"] *= 30
-
-
-CALLS = {
-    "step": Call(lambda training: training.optimizer.step()),
-    "first step": Call(lambda training: training.optimizer.step(), 0),
-    "first step, gradients by hand": Call(lambda training: training.optimizer.step(), 0, by_hand),
-    "step after exchange": Call(lambda training: training.optimizer.step(), prepare=exchange),
-    "load": Call(lambda training: training.optimizer.load_state_dict(training.saved), prepare=save),
-    "backward": Call(lambda training: training.backward(STEPS), prepare=lambda training: None),
-    "clip": Call(lambda training: training.optimizer.clip_grad_norm_(0.05)),
-    "norm": Call(lambda training: training.optimizer.grad_norm()),
-    "attach": Call(lambda training: training.optimizer.attach(training.model)),
-    "synchronize": Call(lambda training: training.optimizer.synchronize()),
-    "release_memory": Call(lambda training: training.optimizer.release_memory()),
-    "state_dict": Call(lambda training: training.optimizer.state_dict()),
-}
 
 DONE, UNCHANGED, BROKEN = "done", "unchanged", "broken"
 
@@ -151,29 +110,6 @@ FAULTS: dict[str, tuple[Callable[[], None], type[BaseException]]] = {
 }
 
 
-def started(program: Program, call: Call) -> Training:
-    training = Training(program)
-    training.run(end=call.steps)
-    call.prepare(training)
-    return training
-
-
-def go_on(training: Training) -> list[bytes]:
-    """With the gradients that are there, and then others."""
-    training.optimizer.step()
-    training.run(STEPS + 1, STEPS + 2)
-    return training.read()
-
-
-@functools.cache
-def undisturbed(program: Program, call: str) -> tuple[list[bytes], list[bytes], list[bytes]]:
-    """Everything before the call, after it, and once training has gone on."""
-    before = started(program, CALLS[call]).read()
-    training = started(program, CALLS[call])
-    CALLS[call].act(training)
-    return before, training.read(), go_on(training)
-
-
 def disturb(training: Training, moment: Moment, fault: str, *, late: bool) -> None:
     """Call with a fault as the method begins or, if late, ends, the first time that it is called."""
     cause, error = FAULTS[fault]
@@ -228,53 +164,6 @@ def test_a_fault_leaves_what_the_table_says(moment: Moment, fault: str) -> None:
                 call.act(training)
             assert training.read() == after
             assert go_on(training) == later
-
-
-Short = tuple[Callable[[pytest.MonkeyPatch, Training], None], type[Exception], str]
-
-
-def host_has(bytes_per_parameter: int) -> Short:
-    """Less than state and staging take."""
-
-    def shorten(patch: pytest.MonkeyPatch, training: Training) -> None:
-        there = bytes_per_parameter * sum(p.numel() for p in training.model.parameters())
-        patch.setattr(host_memory, "available_bytes", lambda: there)
-
-    return shorten, MemoryError, r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"
-
-
-def disk_is_full(patch: pytest.MonkeyPatch, training: Training) -> None:
-    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-
-
-DISK_IS_FULL: Short = (disk_is_full, OSError, r"dos_disk.*: state needs \d+ more bytes on disk, found 0 free")
-
-
-@pytest.mark.parametrize(
-    ("call", "program", "short"),
-    [
-        *(("first step", program, host_has(0)) for program in (HOST, CPU, ATTACHED, OFFLOADED, HALF)),
-        ("first step, gradients by hand", OFFLOADED, host_has(0)),
-        ("first step", HOST, host_has(6)),
-        ("first step", CPU, host_has(10)),
-        ("first step", DISK, DISK_IS_FULL),
-    ],
-)
-def test_without_room_for_state_nothing_has_changed_and_training_goes_on_with_more(
-    call: str, program: Program, short: Short
-) -> None:
-    before, after, later = undisturbed(program, call)
-    training, (shorten, error, said) = started(program, CALLS[call]), short
-    with pytest.MonkeyPatch.context() as patch:
-        shorten(patch, training)
-        for _ in range(2):
-            with pytest.raises(error, match=said):
-                training.optimizer.step()
-    assert training.read() == before
-    assert program is HOST or training.device.usage().held == 0
-    training.optimizer.step()
-    assert training.read() == after
-    assert go_on(training) == later
 
 
 def test_the_second_ctrl_c_ends_synchronize_at_once_and_the_next_call_waits() -> None:

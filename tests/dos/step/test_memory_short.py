@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,11 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
+from tests.support.calls import ATTACHED, CALLS, DISK, HALF, HOST, OFFLOADED, go_on, started, undisturbed
+from tests.support.calls import CPU as ON_CPU
 from tests.support.devices import Amount, Pinning
 from tests.support.inside import plan_anew
+from tests.support.programs import Program, Training
 from tests.support.training import FAST, bits
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -139,3 +143,50 @@ def test_pinning_that_lasts_tells_how_far_it_is(
         told = [r.message for r in caplog.records if r.name == "dos.state.host_store"]
         assert len(told) == lines
     assert told[0] == "pinning host memory for optimizer state, once: 0 of 0 GiB after 6 s"
+
+
+Short = tuple[Callable[[pytest.MonkeyPatch, Training], None], type[Exception], str]
+
+
+def host_has(bytes_per_parameter: int) -> Short:
+    """Less than state and staging take."""
+
+    def shorten(patch: pytest.MonkeyPatch, training: Training) -> None:
+        there = bytes_per_parameter * sum(p.numel() for p in training.model.parameters())
+        patch.setattr(host_memory, "available_bytes", lambda: there)
+
+    return shorten, MemoryError, r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"
+
+
+def disk_is_full(patch: pytest.MonkeyPatch, training: Training) -> None:
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+
+DISK_IS_FULL: Short = (disk_is_full, OSError, r"dos_disk.*: state needs \d+ more bytes on disk, found 0 free")
+
+
+@pytest.mark.parametrize(
+    ("call", "program", "short"),
+    [
+        *(("first step", program, host_has(0)) for program in (HOST, ON_CPU, ATTACHED, OFFLOADED, HALF)),
+        ("first step, gradients by hand", OFFLOADED, host_has(0)),
+        ("first step", HOST, host_has(6)),
+        ("first step", ON_CPU, host_has(10)),
+        ("first step", DISK, DISK_IS_FULL),
+    ],
+)
+def test_without_room_for_state_nothing_has_changed_and_training_goes_on_with_more(
+    call: str, program: Program, short: Short
+) -> None:
+    before, after, later = undisturbed(program, call)
+    training, (shorten, error, said) = started(program, CALLS[call]), short
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch, training)
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                training.optimizer.step()
+    assert training.read() == before
+    assert program is HOST or training.device.usage().held == 0
+    training.optimizer.step()
+    assert training.read() == after
+    assert go_on(training) == later
