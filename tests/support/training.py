@@ -98,6 +98,18 @@ def backward(model: nn.Module, seed: int, micro_batches: int = 1) -> None:
         model(batch(seed + micro_batch, model)).float().square().mean().backward()
 
 
+class Raises(torch.autograd.Function):
+    """Of which backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
 def on(place: Any, capacity: int = 10**9, machine: HardwareProfile = FAST, **more: Any) -> dict[str, Any]:
     """DOSAdam's settings for a place: "host", or else a policy, on an emulated device. more: settings there."""
     return {} if place == "host" else {"policy": place, "device": EmulatedDevice(machine, capacity), **more}

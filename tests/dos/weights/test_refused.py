@@ -121,15 +121,6 @@ def test_autocast_without_checkpointing() -> None:
     optimizer.step()
 
 
-def test_gradient_scaler() -> None:
-    model = net(torch.float32)
-    optimizer = start(model, 0)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss(model, 0)).backward()
-    with pytest.raises(RuntimeError, match="GradScaler"):
-        scaler.step(optimizer)
-
-
 def test_a_captured_graph() -> None:
     class Captures(EmulatedDevice):
         captures = False
