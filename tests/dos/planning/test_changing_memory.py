@@ -102,10 +102,8 @@ def seconds(name: str) -> tuple[float, float, float]:
     return adaptive_s, simulated_s(setting, n, fixed_policies(setting, n)[0][1]), bound_s(setting, n)
 
 
-SETTINGS = {
-    name: (setting, ITERATIONS if setting.changes else ITERATIONS // 2)
-    for name, setting in settings(ITERATIONS).items()
-} | drawn_settings()
+SCRIPTS = settings(ITERATIONS).items()
+SETTINGS = {name: (each, ITERATIONS if each.changes else ITERATIONS // 2) for name, each in SCRIPTS} | drawn_settings()
 """The scripts of `python -m experiments.memory`, and drawn ones."""
 
 
