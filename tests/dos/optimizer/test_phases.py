@@ -51,7 +51,7 @@ def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_an_entry_point_refuses_the_phases_that_it_does_not_accept(name: str, phase: Phase) -> None:
     """It is given too many arguments, so that one that accepts the phase gets no further."""
-    session = DOSAdam(mlp().parameters(), **on("cpu"))._session
+    session = session_of(DOSAdam(mlp().parameters(), **on("cpu")))
     session.guard.phase = phase
     entry = getattr(session, name, None) or getattr(session, f"_{name}")
     accepted = phase in ENTRIES[name] or (phase is Phase.COMMITTING and Phase.BROKEN in ENTRIES[name])
