@@ -111,7 +111,7 @@ def test_a_split_master(kernel: str, step: AdamStep, grad: torch.dtype) -> None:
         for _ in range(3):
             update(ours, step)
             update(list(mixed), step)
-        assert_alike(AdamArrays(*moved(ours, "cpu")), mixed)  # type: ignore[arg-type]
+        assert_alike(AdamArrays(*moved(ours, "cpu")), mixed)
 
 
 @pytest.mark.parametrize("number", range(len(PARAMETERS)))
@@ -123,7 +123,7 @@ def test_moments_in_codes(kernel: str, step: AdamStep, grad: torch.dtype, number
     sizes = [(128 * 7000, 0), (128, 0), (1152, 0), (4096, 0)] if together else [(128 * 501, 4)]
     start = [list(coded_arrays(numel, grad, *PARAMETERS[number], seed=number)) for numel, _ in sizes]
     ours = [moved(run, DEVICE, offset) for run, (_, offset) in zip(start, sizes, strict=True)]
-    batch = AdamBatch([AdamArrays(*run) for run in ours])  # type: ignore[arg-type]
+    batch = AdamBatch([AdamArrays(*run) for run in ours])
     for _ in range(3):
         batch.update([step])
         for run in start:
@@ -142,7 +142,7 @@ def test_a_batch_has_the_bits_of_its_runs(kernel: str) -> None:
     sizes = [(1, 0), (64, 0), (5000, 1), (0, 0), (1 << 20, 0), (1023, 4), (100_000, 0)]
     start = [random_arrays(n, STEPS[1], torch.bfloat16, torch.float32, torch.bfloat16, seed=n) for n, _ in sizes]
     ours = [moved(run, DEVICE, offset) for run, (_, offset) in zip(start, sizes, strict=True)]
-    batch = AdamBatch([AdamArrays(*run) for run in ours])  # type: ignore[arg-type]
+    batch = AdamBatch([AdamArrays(*run) for run in ours])
     which = [i % 2 for i in range(len(sizes))]
     for _ in range(3):
         batch.update(STEPS[:2], which)

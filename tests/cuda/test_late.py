@@ -18,9 +18,10 @@ from dos import DOSAdam
 from dos.devices import LANE_OF
 from perfmodel import Op, Placement
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, late
+from tests.support.inside import plan_anew
 from tests.support.random_plans import Changes, InTurn, RandomPlans
-from tests.support.scales import Scales, Sines, SinesOnTwoStreams, run, with_policy
-from tests.support.training import bits, plan_anew
+from tests.support.scales import LARGE, ROOM, Scales, Sines, SinesOnTwoStreams, StoppedError, run, stop, with_policy
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 
@@ -28,10 +29,6 @@ CPU, STREAMED, RESIDENT = Placement
 
 SMALL: dict[str, Any] = {"layers": 4, "numel": 80_000, "steps": 4}
 SUBGROUP = 80_000
-LARGE = 600_000
-"""Elements of 16 bits that are more than what stays because it is small."""
-ROOM = 64 << 20
-"""Bytes of what a forward saves that may leave: all."""
 SAVED: dict[str, Any] = {"numel": LARGE, "layers": 12, "steps": 3}
 
 
@@ -247,9 +244,9 @@ def test_what_was_brought_back_in_vain() -> None:
             loss = model(x)
             torch.cuda.synchronize()
             late(Op.RESTORE, 0.2)
-            last = model.layers[-1].weight  # type: ignore[attr-defined]
-            handle = last.register_hook(_stop)
-            with contextlib.suppress(_StoppedError):
+            last = model.layers[-1].weight
+            handle = last.register_hook(stop)
+            with contextlib.suppress(StoppedError):
                 loss.backward()
             handle.remove()
             del loss
@@ -257,14 +254,6 @@ def test_what_was_brought_back_in_vain() -> None:
             torch.cuda.synchronize()
             assert all(bool((tensor.cpu() == 7).all()) for tensor in taken)
             model.zero_grad()
-
-
-class _StoppedError(Exception):
-    pass
-
-
-def _stop(gradient: Tensor) -> None:
-    raise _StoppedError
 
 
 def test_slots_are_filled_behind_what_their_owner_does(expected: list[bytes]) -> None:

@@ -19,16 +19,13 @@ from dos.devices.cuda import CudaDevice, _leftovers_of
 from dos.planning.forecast import MARGIN
 from perfmodel import Lane, Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, SIMULATED, free_memory, late
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.scales import Beside, Scales, Sines, run, with_policy
-from tests.support.training import bits, plan_anew
+from tests.support.scales import LARGE, ROOM, Beside, Scales, Sines, StoppedError, run, stop, with_policy
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 
-LARGE = 600_000
-"""Elements of 16 bits that are more than what stays because it is small."""
-ROOM = 64 << 20
-"""Bytes of what a forward saves that may leave: all."""
 SAVED: dict[str, Any] = {"activations": ROOM, "numel": LARGE, "layers": 12, "steps": 5}
 
 
@@ -61,20 +58,12 @@ class InVain(Sines):
         late(Op.SAVE, 0.005)
         super().forward(2 * x)
         outputs = [layer(3 * x) for layer in self.layers]
-        outputs[len(outputs) // 2].register_hook(_stop)
+        outputs[len(outputs) // 2].register_hook(stop)
         late(Op.RESTORE, 0.005)
-        with contextlib.suppress(_StoppedError):
+        with contextlib.suppress(StoppedError):
             torch.autograd.grad(torch.stack(outputs).sum(), [*self.parameters()])
         del outputs
         return super().forward(x)
-
-
-class _StoppedError(Exception):
-    pass
-
-
-def _stop(gradient: Tensor) -> None:
-    raise _StoppedError
 
 
 class Held(Sines):

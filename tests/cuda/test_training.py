@@ -18,10 +18,11 @@ from dos.devices.cuda import CudaDevice
 from dos.planning.forecast import MARGIN
 from dos.planning.reading import Nvml
 from tests.support.gpu import DEVICE, NEEDS_GPU, free_memory, not_simulated
+from tests.support.inside import plan_anew
 from tests.support.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
-from tests.support.scales import OnTwoStreams, Scales, Sines, SinesOnTwoStreams, run, with_policy
-from tests.support.training import bits, no_synchronisation, plan_anew
+from tests.support.scales import LARGE, ROOM, OnTwoStreams, Scales, Sines, SinesOnTwoStreams, run, with_policy
+from tests.support.training import bits, no_synchronisation
 
 pytestmark = NEEDS_GPU
 
@@ -67,12 +68,6 @@ def test_a_forward_on_two_streams(policy: str | float, attached: bool, expected:
 
 
 # Everything that travels beside state
-
-
-LARGE = 600_000
-"""Elements of 16 bits that are more than what stays because it is small."""
-ROOM = 64 << 20
-"""Bytes of what a forward saves that may leave: all."""
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +290,7 @@ def test_grad_scaler_with_float16(policy: str | float) -> None:
                 loss = model(batch).float().square().mean()
             scaler.scale(loss).backward()
             if step == 4:
-                model[0].weight.grad[0, 0] = float("inf")  # type: ignore[index, union-attr]
+                model[0].weight.grad[0, 0] = float("inf")
             before = [p.detach().clone() for p in model.parameters()]
             scaler.step(optimizer)
             scaler.update()

@@ -20,7 +20,9 @@ from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
-from tests.support.training import bits, plan_anew
+from tests.support.inside import plan_anew, session_of
+from tests.support.scales import StoppedError, stop
+from tests.support.training import bits
 
 pytestmark = NEEDS_GPU
 
@@ -203,8 +205,8 @@ def with_backwards_that_raise(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
     """What they have fetched is older than what user code writes then."""
     found = []
     for step in range(3):
-        handle = model.blocks[1].register_forward_hook(lambda block, args, output: output.register_hook(_stop) and None)
-        with pytest.raises(_StoppedError):
+        handle = model.blocks[1].register_forward_hook(lambda block, args, output: output.register_hook(stop) and None)
+        with pytest.raises(StoppedError):
             model(batch(step)).backward()
         handle.remove()
         optimizer.zero_grad()
@@ -214,14 +216,6 @@ def with_backwards_that_raise(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
             found.append(model(batch(50 + step)))
         iteration(model, optimizer, step)
     return found
-
-
-class _StoppedError(Exception):
-    pass
-
-
-def _stop(*_: object) -> None:
-    raise _StoppedError
 
 
 @torch.no_grad()
@@ -335,14 +329,14 @@ def test_a_block_that_was_fetched_in_vain_is_freed_behind_its_copy(beside: bool)
     """Whoever gets the memory next, the copy does not write there. beside: forward runs on another stream."""
     model, optimizer = start(0)
     iteration(model, optimizer)
-    model.blocks[1].register_forward_pre_hook(_stop)  # the third is on its way then
+    model.blocks[1].register_forward_pre_hook(stop)  # the third is on its way then
     x, found = batch(0), []
     stream = torch.cuda.Stream() if beside else torch.cuda.current_stream()
     for _ in range(5):
         optimizer.synchronize()
         stream.wait_stream(torch.cuda.current_stream())
         late(Op.WEIGHTS)
-        with torch.cuda.stream(stream), torch.no_grad(), pytest.raises(_StoppedError):
+        with torch.cuda.stream(stream), torch.no_grad(), pytest.raises(StoppedError):
             model(x)
         found += who_gets_memory_next()
     torch.cuda.synchronize()
@@ -377,8 +371,7 @@ def test_where_weights_are_and_gradients() -> None:
         assert model.last.device.type == DEVICE
         assert [*map(id, model.blocks.parameters())] == [*map(id, homes)]
         optimizer.step()
-    weights = optimizer._session.weights
-    assert weights is not None
+    weights = session_of(optimizer).weights
     assert all(copy.grad is None for copy in weights.stream.all_copies())
     assert inside == [{DEVICE}] * 2 * BLOCKS
 

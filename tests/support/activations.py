@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from perfmodel import Op
 from tests.support.devices import Copying
+from tests.support.inside import device_of, offload_of
 
 WIDTH, BATCH, LAYERS = 64, 256, 16
 EACH = 4 * WIDTH * BATCH
@@ -52,7 +53,7 @@ class Net(nn.Module):
 def optimizer_of(model: nn.Module, activations: Any = None, device: Copying | None = None) -> DOSAdam:
     """Small tensors leave, too."""
     optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device or Copying(), policy="cpu")
-    optimizer._session.on_device.activations.least_bytes = 64
+    offload_of(optimizer).least_bytes = 64
     if activations is not None:
         optimizer.attach(model, activations=activations)
     return optimizer
@@ -80,9 +81,14 @@ class Writes(torch.autograd.Function):
         return slopes[0] * x.cos_()
 
 
+def transfers(optimizer: DOSAdam, op: Op = Op.SAVE) -> list[int]:
+    """Bytes of each so far; SAVE: to the host."""
+    return [asked.nbytes for asked in device_of(optimizer).asked if asked.op is op]
+
+
 def saved(optimizer: DOSAdam) -> int:
     """Bytes that have left so far."""
-    return sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE)
+    return sum(transfers(optimizer))
 
 
 class Layers(nn.Module):
@@ -98,8 +104,8 @@ class Layers(nn.Module):
 
 def saves(optimizer: DOSAdam) -> list[int]:
     """Bytes of each transfer of the last forward to the host."""
-    found = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
-    optimizer._device.asked.clear()
+    found = transfers(optimizer)
+    device_of(optimizer).asked.clear()
     return found
 
 
@@ -109,6 +115,6 @@ def start(activations: Any = "auto", *, model: nn.Module | None = None, **option
     model = model or Layers()
     optimizer = DOSAdam(model.parameters(), **{"device": Copying(), "policy": "cpu", "subgroup_size": 5000, **options})
     optimizer.attach(model, activations=activations)
-    offload = optimizer._session.on_device.activations
+    offload = offload_of(optimizer)
     offload.least_bytes = 4096
     return model, optimizer, offload

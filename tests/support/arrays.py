@@ -72,7 +72,7 @@ def random_arrays(
 
 
 def update(arrays: list[Tensor | None], step: AdamStep, **options: Any) -> None:
-    adam_update(AdamArrays(*arrays), step=step, **options)  # type: ignore[arg-type]
+    adam_update(AdamArrays(*arrays), step=step, **options)
 
 
 def clone(arrays: Iterable[Tensor | None]) -> list[Tensor | None]:
@@ -124,20 +124,18 @@ def splitting(mixed: AdamArrays) -> AdamArrays:
     """The same update with a split master, on memory of its own."""
     upper, rest = halves(mixed.param)
     grad, _, exp_avg, exp_avg_sq, max_exp_avg_sq, *_ = (None if a is None else a.clone() for a in mixed)
-    return AdamArrays(grad, upper, exp_avg, exp_avg_sq, max_exp_avg_sq, rest=rest)  # type: ignore[arg-type]
+    return AdamArrays(grad, upper, exp_avg, exp_avg_sq, max_exp_avg_sq, rest=rest)
 
 
 def mixed_arrays(numel: int, step: AdamStep, grad: torch.dtype, seed: int) -> AdamArrays:
     """Random arrays, one element in eight of any bits, with a float32 master as an update leaves it."""
     arrays = random_arrays(numel, step, grad, torch.float32, torch.bfloat16, seed)
-    arrays[1] = as_left(arrays[1])  # type: ignore[arg-type]
-    return AdamArrays(*arrays)  # type: ignore[arg-type]
+    arrays[1] = as_left(arrays[1])
+    return AdamArrays(*arrays)
 
 
 def assert_alike(split: AdamArrays, mixed: AdamArrays) -> None:
     """What the split update left, and what the mixed one did."""
-    assert mixed.out is not None
-    assert split.rest is not None
     assert_same_bits([split.param, split.rest], [mixed.out, rest_of(mixed.param)])
     assert_same_bits([joined(split.param, split.rest)], [mixed.param])
     assert_same_bits(list(split[2:5]), list(mixed[2:5]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,10 +16,11 @@ import torch
 from torch import Tensor
 
 from dos import EmulatedDevice
-from dos.devices import Cached, Copy, Job, Memory
+from dos.devices import Cached, Caller, Copy, Job, Memory
 from dos.planning.monitor import Budget, MemoryMonitor
 from perfmodel import Lane, Op
 from perfmodel.hardware import HardwareProfile
+from tests.support.disk import Requests, Result, Transfer
 from tests.support.training import FAST
 
 
@@ -116,6 +119,88 @@ class Unreliable(EmulatedDevice):
         return true if self.lie is None or self.readings % 3 else LIES[self.lie](true)
 
 
+MESSAGE = "the cable came off"
+ALL = "of all kinds"
+
+
+class FaultyDevice(EmulatedDevice):
+    """Counts what it is asked for; of one kind, or of all, that with one of some numbers goes wrong.
+
+    late: whether a copy or update goes wrong when it runs, not when it is asked for. hit: what went wrong last.
+    """
+
+    def __init__(self, error: type[Exception] = ValueError) -> None:
+        """error: what copies and updates raise."""
+        self.asked, self.kind, self.at, self.late, self.hit = Counter[str](), ALL, frozenset[int](), False, ""
+        self.error = error
+        super().__init__(FAST, capacity=10**7)
+
+    def fail(self, kind: str, *numbers: int, late: bool = False) -> None:
+        """Go wrong at these, of this kind, counted from 1 and from now on."""
+        self.kind, self.late, self.at = kind, late, frozenset(self.asked[kind] + number for number in numbers)
+
+    def replace_transfer(self, transfer: Transfer) -> Transfer:
+        """Of the disk: half of one is done, and then it fails."""
+
+        def replaced(write: bool, requests: Requests, threads: int) -> Result:
+            if not self._goes_wrong("disk"):
+                return transfer(write, requests, threads)
+            half = requests[: len(requests) // 2]
+            transfer(write, half, threads)
+            return [0] * len(requests), len(half), 0, errno.EIO
+
+        return replaced
+
+    def _goes_wrong(self, what: str) -> bool:
+        self.asked += Counter((ALL, what))
+        wrong = self.kind in (ALL, what) and self.asked[self.kind] in self.at
+        self.hit = what if wrong else self.hit
+        return wrong
+
+    def _queue(
+        self, op: Op, subgroup: int, work: Callable[[], None], alone_s: float, traffic: int, after: Sequence[Job]
+    ) -> Job:
+        if not self._goes_wrong(op.value):
+            return super()._queue(op, subgroup, work, alone_s, traffic, after)
+        if not self.late:
+            raise self.error(MESSAGE)
+
+        def fail() -> None:
+            raise self.error(MESSAGE)
+
+        return super()._queue(op, subgroup, fail, alone_s, traffic, after)
+
+    def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
+        if self._goes_wrong("host update"):
+            raise self.error(MESSAGE)
+        return super().host_update(numel, traffic, *state_format)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        if self._goes_wrong("memory"):
+            raise torch.OutOfMemoryError(MESSAGE)
+        return super().allocate(nbytes)
+
+    def refill(self, buffer: Tensor) -> None:
+        if self._goes_wrong("refill"):
+            raise torch.OutOfMemoryError(MESSAGE)
+        super().refill(buffer)
+
+    def memory(self) -> Memory:
+        if self._goes_wrong("reading"):
+            raise OSError(MESSAGE)
+        return super().memory()
+
+    def join(self, job: Job) -> None:
+        if self._goes_wrong("join"):
+            raise self.error(MESSAGE)
+        super().join(job)
+
+    def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
+        if self._goes_wrong("fence"):
+            raise self.error(MESSAGE)
+        return super().fence(callers)
+
+
 class Asked(NamedTuple):
     """A copy that a device is asked for, of so many pieces of memory."""
 
@@ -175,7 +260,7 @@ class Card(EmulatedDevice):
 
     def __init__(self, uuid: str | None = UUID, free: int = 500_000, unused: int = 0) -> None:
         super().__init__(FAST, TOTAL)
-        self.uuid = uuid  # type: ignore[misc]
+        self.uuid = uuid
         self.says = Memory(free, TOTAL)
         self.unused = unused
         self.reads = 0

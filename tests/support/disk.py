@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.kernels.extension import load_extension
 from dos.state.disk import DiskSpace
+from dos.state.disk import space as space_module
 from tests.support.training import FAST, mlp
 
 
@@ -47,11 +51,33 @@ def truncate(file: Path, size: int) -> None:
     os.truncate(file, size)
 
 
+def read_through_cache(space: DiskSpace) -> None:
+    """As where a file system refuses direct I/O."""
+    for file in space._files:
+        file.refused(file.fd, errno.EINVAL)
+
+
 def reads(space: DiskSpace, extent: object, expected: Tensor) -> bool:
     """Whether an extent has these contents."""
     buffer = pages(len(expected), seed=99)
-    space.read(extent, buffer)  # type: ignore[arg-type]
+    space.read(extent, buffer)
     return torch.equal(buffer, expected)
+
+
+Requests = Sequence[tuple[int, int, int, int]]
+Result = tuple[list[int], int, int, int]
+Transfer = Callable[[bool, Requests, int], Result]
+
+
+def replace_transfer(patch: pytest.MonkeyPatch, replace: Callable[[Transfer], Transfer]) -> None:
+    """Have the compiled function that reads and writes replaced by what is made of it."""
+    patch.setattr(space_module, "_adam", SimpleNamespace(transfer=replace(load_extension().transfer)))
+
+
+def give_rates(patch: pytest.MonkeyPatch, rates: Iterable[float]) -> None:
+    """Have the rates of folders not measured; they are these, in their order."""
+    left = iter(rates)
+    patch.setattr(DiskSpace, "_rate", lambda space, file: next(left))
 
 
 def fail_at(patch: pytest.MonkeyPatch, name: str, at: int, error: Exception) -> None:

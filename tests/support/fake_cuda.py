@@ -104,7 +104,6 @@ class Runtime:
         with self.lock:
             self.waits += 1
             self._run_until(record)
-            assert record.at is not None
             self.host = max(self.host, record.at)
 
     def advance(self) -> bool:
@@ -215,7 +214,6 @@ class Runtime:
             item.at = stream.now
         else:
             self._run_until(item)
-            assert item.at is not None
             stream.now = max(stream.now, item.at)
 
 
@@ -282,20 +280,16 @@ class FakeEvent:
         self._runtime.check_capture()
         self._runtime.make_context()
         self._runtime.advance()
-        assert self.record_ is not None
         return self.record_.done
 
     def synchronize(self) -> None:
         self._runtime.make_context()
-        assert self.record_ is not None
         self._runtime.complete(self.record_)
 
     def elapsed_time(self, other: FakeEvent) -> float:
         self._runtime.make_context()  # torch asks both events whether they are done before it sets the device
         assert self._timing
         assert other._timing
-        assert self.record_ is not None
-        assert other.record_ is not None
         assert self.record_.at is not None, "read before it happened"
         assert other.record_.at is not None, "read before it happened"
         return (other.record_.at - self.record_.at) * 1e3
@@ -319,7 +313,6 @@ def queue_gradients(
     of_parameter = {} if streams is None else dict(zip(map(id, parameters := list(parameters)), cycle(streams)))
 
     def wrote(parameter: Tensor) -> None:
-        assert parameter.grad is not None
         if of_parameter:
             runtime.use(of_parameter[id(parameter)])
         # `data` has a version counter of its own: on a device, too, the number rises when the write is issued.

@@ -54,7 +54,7 @@ def signed_constant(semantic: Any, value: Any, dtype: tl.dtype) -> Any:
 
 
 def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
-    batch = [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
+    batch = [AdamArrays(*run) for run in runs]
     GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(batch)._table)()
     assert gpu_kernel_name() == "triton"
 

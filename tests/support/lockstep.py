@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from tests.support.inside import offload_of
 
 
 class Kind(NamedTuple):
@@ -103,7 +104,7 @@ class Run:
         if self.attached:
             optimizer.attach(self.model, activations=self.activations)
         if self.activations is not None:
-            optimizer._session.on_device.activations.least_bytes = 16
+            offload_of(optimizer).least_bytes = 16
 
     def group(self, late: bool) -> dict[str, Any]:
         """The parameters that are given to the optimizer at first, or later."""

@@ -23,16 +23,16 @@ ROUND = HardwareProfile(
 
 def machine(**rates: float) -> HardwareProfile:
     """The round machine but for these rates."""
-    return dataclasses.replace(ROUND, **rates)  # type: ignore[arg-type]
+    return dataclasses.replace(ROUND, **rates)
 
 
 def work(n: int = 4, size: int = 12, **fields: float) -> Workload:
     """n equal subgroups in mixed precision."""
-    return Workload.of_sizes([size] * n, **fields)  # type: ignore[arg-type]
+    return Workload.of_sizes([size] * n, **fields)
 
 
 def with_disk(load: Workload, host_free_bytes: float, windows: int = 2, *, reverses: bool = False) -> Workload:
     """The workload with host memory for state, of which each subgroup takes the bytes of its state."""
     loads = tuple(dataclasses.replace(each, host_bytes=each.state_bytes) for each in load.subgroups)
     fields = {"host_free_bytes": host_free_bytes, "windows": windows, "reverses": reverses}
-    return dataclasses.replace(load, subgroups=loads, **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(load, subgroups=loads, **fields)

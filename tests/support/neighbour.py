@@ -42,7 +42,6 @@ class Neighbour:
     def held(self) -> int:
         """Bytes that it holds now, its context apart; it has just tried for what is missing."""
         self._say("")
-        assert self._process.stdout is not None
         answer = self._process.stdout.readline().strip()
         if not answer.isdecimal():
             raise RuntimeError(f"the neighbour has ended with status {self._process.wait()}; its error is above")
@@ -57,7 +56,6 @@ class Neighbour:
             self._process.kill()  # nothing, if it has ended
 
     def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `held` says why
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()

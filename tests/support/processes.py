@@ -82,8 +82,6 @@ def run_python(
     """
     asked = list(map(str, arguments))
     server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         request = {

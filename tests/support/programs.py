@@ -48,7 +48,7 @@ class Training:
                 "offload_gradients": program.offload_gradients,
             }
             if program.disk and not in_memory:
-                self.folder = TemporaryDirectory()
+                self.folder = TemporaryDirectory(prefix="dos_disk")
                 settings |= {"disk": self.folder.name, "host_memory": 180_000 if program.offload_gradients else 90_000}
         self.optimizer = DOSAdam(self.model.parameters(), lr=0.01, amsgrad=program.amsgrad, **settings)
         if program.attached:

@@ -52,11 +52,11 @@ class Ranks:
             failed = next((f"rank {rank}: no answer in {TIMEOUT_S} s" for rank in waiting.values()), "")
             for pipe in ready:
                 try:
-                    good, answer = pipe.recv()  # type: ignore[union-attr]
+                    good, answer = pipe.recv()
                 except EOFError:
                     good, answer = True, DIED
-                answers[waiting[pipe]] = answer  # type: ignore[index]
-                failed = "" if good else f"rank {waiting[pipe]}:\n{answer}"  # type: ignore[index]
+                answers[waiting[pipe]] = answer
+                failed = "" if good else f"rank {waiting[pipe]}:\n{answer}"
             if failed:
                 self.stop()  # others may wait for it
                 raise AssertionError(failed)
@@ -119,8 +119,8 @@ def _test(work: Callable[..., None], fixture: str) -> Callable[..., None]:
 
     asked = [inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY), *arguments.parameters.values()]
     asked = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in asked]
-    test.__signature__ = arguments.replace(parameters=asked)  # type: ignore[attr-defined]
-    test.on_rank = work  # type: ignore[attr-defined]
+    test.__signature__ = arguments.replace(parameters=asked)
+    test.on_rank = work
     return test
 
 

@@ -12,6 +12,20 @@ from dos import DOSAdam
 from tests.support.gpu import DEVICE, SHRINK
 from tests.support.training import bits
 
+LARGE = 600_000
+"""Elements of 16 bits that are more than what stays because it is small."""
+ROOM = 64 << 20
+"""Bytes of what a forward saves that may leave: all."""
+
+
+class StoppedError(Exception):
+    """On purpose."""
+
+
+def stop(*_: object) -> None:
+    """A hook that ends what calls it."""
+    raise StoppedError
+
 
 class Scales(nn.Module):
     """As much state to move for as little computation as possible: what reads a parameter comes soon after its update.

@@ -17,6 +17,7 @@ from dos.step.ledger import Ledger
 from dos.step.transit import Transit
 from perfmodel import Timeline
 from perfmodel.hardware import HardwareProfile
+from tests.support.inside import session_of
 
 FAST = HardwareProfile(
     name="fast",
@@ -97,6 +98,18 @@ def backward(model: nn.Module, seed: int, micro_batches: int = 1) -> None:
         model(batch(seed + micro_batch, model)).float().square().mean().backward()
 
 
+class Raises(torch.autograd.Function):
+    """Of which backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ArithmeticError("in backward")
+
+
 def on(place: Any, capacity: int = 10**9, machine: HardwareProfile = FAST, **more: Any) -> dict[str, Any]:
     """DOSAdam's settings for a place: "host", or else a policy, on an emulated device. more: settings there."""
     return {} if place == "host" else {"policy": place, "device": EmulatedDevice(machine, capacity), **more}
@@ -123,12 +136,6 @@ def assert_as_adamw(run: Callable[[Make], Iterable[Tensor]], place: Any, ulps: i
 def assert_as_on_host(run: Callable[[Make], Iterable[Tensor]], place: Any, **settings: Any) -> None:
     """Fail unless `run`, which is given what makes an optimizer, leaves the same bits there and on the host."""
     assert bits(run(maker(place, **settings))) == bits(run(maker("host", **settings)))
-
-
-def plan_anew(optimizer: DOSAdam) -> None:
-    """Have the policy asked again although nothing has changed."""
-    if optimizer._session.decisions is not None:
-        optimizer._session.decisions._asked = None, None
 
 
 def bits(tensors: Iterable[Tensor]) -> list[bytes]:
@@ -194,17 +201,17 @@ def leaving_early() -> Iterator[list[int]]:
         found.append(index)
         return plain(self, index, *rest, **more)
 
-    Ledger.send = send  # type: ignore[method-assign]
+    Ledger.send = send
     try:
         yield found
     finally:
-        Ledger.send = plain  # type: ignore[method-assign]
+        Ledger.send = plain
 
 
 def ended_steps(optimizer: DOSAdam) -> list[Step]:
     """A list to which each step is added that ends from now on."""
     found: list[Step] = []
-    ledger = optimizer._session.ledger
+    ledger = session_of(optimizer).ledger
     plain = ledger.ended
 
     def ended(step: Step, timeline: Timeline) -> None:

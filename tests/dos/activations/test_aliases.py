@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from perfmodel import Op
-from tests.support.activations import Writes, later, optimizer_of, saved
-from tests.support.devices import CopyingAtOnce
+from tests.support.activations import Writes, later, optimizer_of, saved, saves, transfers
+from tests.support.devices import Copying, CopyingAtOnce
+from tests.support.inside import offload_of
 from tests.support.training import bits
 
 Context = AbstractContextManager[None]
@@ -91,7 +91,7 @@ def test_pieces_that_are_saved_in_turn_leave_in_one_copy() -> None:
     with optimizer.offload_activations(1.0):
         y = 2 * x
         graph = [piece.tanh_() for piece in torch.unsafe_chunk(y, 4, 1)]
-    assert [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE] == [y.nbytes]
+    assert transfers(optimizer) == [y.nbytes]
     del graph
 
 
@@ -119,13 +119,14 @@ def test_memory_that_two_copies_are_of_is_freed_and_counted_once() -> None:
     held = []
     for activations in (0, 1 << 20):
         model = Twice(after=3)
-        optimizer = optimizer_of(model, activations)
+        device = Copying()
+        optimizer = optimizer_of(model, activations, device)
         for _ in range(2):
             optimizer.step()
-            optimizer._device.asked.clear()
+            device.asked.clear()
             loss = model(torch.randn(40, 30)).sum()
             assert loss.requires_grad, "its graph is there"
-            held.append(optimizer._device.usage().occupied)
+            held.append(device.usage().occupied)
             moved = saved(optimizer)
             loss.backward()
     optimizer.step()
@@ -140,9 +141,8 @@ def test_all_leaves_of_which_the_last_is_a_second_copy() -> None:
     model = Twice(after=0)
     optimizer = optimizer_of(model, 1.0)
     for _ in range(2):
-        optimizer._device.asked.clear()
         assert model(torch.randn(40, 30)).requires_grad
-        assert saved(optimizer) == 6 * 4 * 40 * 30
+        assert saves(optimizer) == 6 * [4 * 40 * 30]
 
 
 def of_rrelu(x: Tensor) -> Tensor:
@@ -157,23 +157,19 @@ def of_noise_that_is_there(x: Tensor) -> Tensor:
     return torch.ops.aten.rrelu_with_noise(x, torch.zeros_like(x), 0.1, 0.3, True)
 
 
-@pytest.mark.parametrize("fills", [of_rrelu, of_a_module, of_noise_that_is_there])
-def test_what_an_operation_fills_after_it_has_saved_it_leaves_filled(fills: Callable[[Tensor], Tensor]) -> None:
+def of_backward(x: Tensor) -> Tensor:
+    """To a tensor that nothing else reads."""
+    return Writes.apply(x * 2)
+
+
+@pytest.mark.parametrize("writes", [of_rrelu, of_a_module, of_noise_that_is_there, of_backward])
+def test_an_operation_may_write_to_what_it_has_saved(writes: Callable[[Tensor], Tensor]) -> None:
+    """It leaves as it is then, after its operation has run."""
     x = torch.randn(40, 30, requires_grad=True)
 
     def program(context: Context) -> Tensor:
         with context:
-            return fills(x).sum() + later()
-
-    assert_same_gradients(program, x)
-
-
-def test_backward_may_write_to_a_saved_tensor_that_nothing_else_reads() -> None:
-    x = torch.randn(40, 30, requires_grad=True)
-
-    def program(context: Context) -> Tensor:
-        with context:
-            return Writes.apply(x * 2).sum() + later()
+            return writes(x).sum() + later()
 
     assert_same_gradients(program, x)
 
@@ -202,7 +198,7 @@ def test_what_backward_wrote_to_raises_for_other_readers_as_in_torch(
         return re.sub(r", which is output 0 of \w+,|, check_nan=False", "", str(raised.value))
 
     optimizer = optimizer_of(nn.Linear(2, 2))
-    optimizer._session.on_device.activations.least_bytes = least_bytes
+    offload_of(optimizer).least_bytes = least_bytes
     assert words(optimizer.offload_activations(activations)) == words(nullcontext())
 
 

@@ -23,7 +23,8 @@ from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.policies import cpu_only, resident
 from perfmodel.simulate import Scope, simulate
 from perfmodel.workload import peak_room
-from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saves, start
+from tests.support.activations import BATCH, EACH, LAYERS, WIDTH, Layers, saved, saves, start
+from tests.support.inside import plan_anew, state_on_device
 from tests.support.training import FAST, bits
 
 TOTAL = (LAYERS + 1) * EACH
@@ -98,7 +99,6 @@ def test_the_timeline_has_what_left_and_came_back_as_the_predicted_one_has(attac
         step(model, optimizer, number=number)
     optimizer.synchronize()
     found, plan = optimizer.timeline(), optimizer.plan()
-    assert plan is not None
     work = dataclasses.replace(policy.told[-1], forward_s=1.0, backward_s=2.0)
     predicted = simulate(plan, work, FAST, Scope.beside(work))
     for op, lane in ((Op.SAVE, Lane.D2H), (Op.RESTORE, Lane.H2D)):
@@ -128,7 +128,7 @@ def test_where_the_share_falls_state_leaves_first() -> None:
     for number in range(3):
         step(model, optimizer, number=number)
     policy.groups = 3
-    optimizer._session.on_device.decisions._asked = None, None
+    plan_anew(optimizer)
     saves(optimizer)
     step(model, optimizer)
     assert saves(optimizer) == 9 * [EACH]
@@ -166,8 +166,7 @@ def test_memory_is_told_as_if_all_stayed() -> None:
         model, optimizer, _ = start(policy=policy, device=device)
         for number in range(4):
             step(model, optimizer, number=number)
-        decisions = optimizer._session.on_device.decisions
-        return decisions.memory.room.resident
+        return policy.told[-1].peak_free_bytes
 
     assert room(0) == pytest.approx(room(LAYERS + 1), abs=2 * EACH)
 
@@ -188,7 +187,6 @@ def full_of_state(others: Callable[[], int]) -> tuple[nn.Module, DOSAdam, Activa
 def residents(optimizer: DOSAdam) -> float:
     """Share of the subgroups that the plan has on the device."""
     plan = optimizer.plan()
-    assert plan is not None
     return plan.placements.count(Placement.GPU_RESIDENT) / len(plan)
 
 
@@ -213,9 +211,7 @@ def test_when_memory_runs_out_the_next_plan_raises_the_share_before_it_gives_up_
     others = more * EACH
     assert runs_out(model, optimizer)
     assert offload.share == 1, "it falls once the plan's state is there"
-    plan, decisions = optimizer.plan(), optimizer._session.decisions
-    assert plan is not None
-    assert decisions.memory.forecast.ran_out_lately
+    plan = optimizer.plan()
     # The margin, and a sixteenth of what is saved that is on its way, take as much as was free before, and more.
     assert (more - 5) * EACH < plan.activation_bytes < (more + 4) * EACH
     assert residents(optimizer) == 1
@@ -243,7 +239,6 @@ def test_when_it_runs_out_again_at_once_all_leaves_and_state_counts_on_none_of_t
         often += runs_out(model, optimizer)
     assert often == 2
     plan = optimizer.plan()
-    assert plan is not None
     assert plan.activation_bytes == TOTAL
     assert residents(optimizer) < 1
 
@@ -260,11 +255,10 @@ def test_state_gives_way_to_what_backward_needs() -> None:
             step(model, optimizer, number=number)
         optimizer.synchronize()
         assert optimizer.metrics()["share_gpu_resident"] == 1
-        on_device = optimizer._session.on_device
 
         def take(gradient: Tensor) -> None:
             nonlocal others
-            held = optimizer._session.ledger.stores.device.nbytes  # noqa: B023
+            held = state_on_device(optimizer)  # noqa: B023
             others = others + max(0, device.memory().free - EACH * 3 // 4) if held else 0  # noqa: B023
 
         y = torch.ones(BATCH, WIDTH)
@@ -272,13 +266,12 @@ def test_state_gives_way_to_what_backward_needs() -> None:
             layer.register_forward_hook(lambda module, inputs, output: output.register_hook(take) and None)
         loss = model(y).square().mean()
         loss.backward()
-        assert (optimizer._session.ledger.stores.device.nbytes == 0) == others_come
+        assert (state_on_device(optimizer) == 0) == others_come
         for layer in model.layers:
             layer._forward_hooks.clear()
         others = 0
         optimizer.step()
         optimizer.synchronize()
-        assert not on_device.decisions.memory.forecast.ran_out_lately, "state alone was promised too much"
         assert (optimizer.metrics()["share_gpu_resident"] < 1) == others_come
         losses.append(step(model, optimizer))
         for _ in range(6):
@@ -336,7 +329,7 @@ def test_there_is_all_the_memory_that_leaving_is_said_to_make(batch: int, spare:
     for number in range(8):
         step(model, optimizer, batch, number, keeps_batch)
     assert offload.share > 0
-    held = optimizer._session.ledger.stores.device.nbytes
+    held = state_on_device(optimizer)
     assert held > spare + EACH
     assert device.refused == []
 
@@ -365,7 +358,7 @@ def test_the_host_limits_what_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     step(model, optimizer)
     assert policy.told[-1].activation_host_bytes <= TOTAL // 2
     step(model, optimizer)
-    assert sum(asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE) <= TOTAL // 2
+    assert saved(optimizer) <= TOTAL // 2
 
 
 def test_a_memory_budget_is_not_exceeded_by_what_leaving_makes_free() -> None:

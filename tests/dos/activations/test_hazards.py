@@ -19,6 +19,7 @@ from dos.activations.saved import Saved
 from dos.devices import Copy, Job
 from perfmodel import Op
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, Runtime, install
+from tests.support.inside import offload_of
 
 N = 512
 LAYERS = 12
@@ -120,8 +121,7 @@ def start(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> tuple[Runtime, R
     device = Reusing(runtime)
     optimizer = DOSAdam(nn.Linear(2, 2).parameters(), device=device, policy="cpu")
     optimizer.offload_activations(100 * N * 4)
-    offload = optimizer._session.on_device.activations
-    assert offload is not None
+    offload = offload_of(optimizer)
     offload.least_bytes = 64
     return runtime, device, optimizer, offload
 
@@ -178,14 +178,14 @@ def test_what_was_brought_back_for_nothing_is_not_given_away_before_it_has_come(
     x, y = forward(device, optimizer)
     offload.follow_plan(None)  # the pool has its size
     monkeypatch.setattr(Saved, "__del__", lambda saved: None)
-    y.grad_fn.next_functions[0][0].register_prehook(stop)  # type: ignore[union-attr]
+    y.grad_fn.next_functions[0][0].register_prehook(stop)
     with pytest.raises(ValueError, match="stop"):
         torch.autograd.grad(y, x, ones(device))
     others = []
     del x, y
     offload.follow_plan(None)
     for number in range(20):  # which get the memory that the failed backward had
-        others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))  # type: ignore[misc]
+        others.append((device.new(lambda number=number: torch.full((N,), float(number))), number))
     assert all(torch.equal(read(runtime, other), torch.full((N,), float(number))) for other, number in others)
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from perfmodel import Op
-from tests.support.activations import Net, optimizer_of, saved
+from tests.support.activations import Net, optimizer_of, saved, transfers
 from tests.support.devices import Copying
+from tests.support.inside import device_of, offload_of, session_of
 from tests.support.training import bits
 
 
@@ -54,7 +55,7 @@ def test_a_model_outlives_its_optimizer_which_goes_at_once_and_its_hooks_with_th
     optimizer.step()
     optimizer.synchronize()
     optimizer.zero_grad()
-    device, gone = optimizer._device, weakref.ref(optimizer._session.on_device)
+    device, gone = device_of(optimizer), weakref.ref(session_of(optimizer).on_device)
     held = [optimizer]
     del optimizer
     if within:
@@ -107,7 +108,7 @@ def test_a_model_that_cannot_be_attached_leaves_the_first_one_attached() -> None
     model(torch.randn(8, 24)).sum().backward()
     optimizer.step()
     assert saved(optimizer) > 0
-    assert optimizer._session.on_device.attached
+    assert session_of(optimizer).on_device.attached
 
 
 def test_what_is_attached_before_its_parameters_are_there_leaves() -> None:
@@ -132,8 +133,9 @@ def test_what_runs_in_another_thread_stays() -> None:
 
 def test_backward_may_run_in_another_thread() -> None:
     model = Net()
-    optimizer_of(model, 1.0)
+    optimizer = optimizer_of(model, 1.0)
     loss = model(torch.randn(8, 24, generator=torch.Generator().manual_seed(0))).square().mean()
+    assert saved(optimizer) > 0
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
@@ -223,7 +225,7 @@ def test_an_ensemble_under_vmap_trains_as_without_and_its_parameters_stay() -> N
         x = torch.randn(2, 24)
         found = torch.func.vmap(lambda each: torch.func.functional_call(models[0], each, (x,)))(parameters)
         found.square().sum().backward()
-        return bits(p.grad for p in parameters.values()), [asked.nbytes for asked in optimizer._device.asked]
+        return bits(p.grad for p in parameters.values()), transfers(optimizer)
 
     found, left = trained(1.0)
     assert found == trained(None)[0]
@@ -281,6 +283,5 @@ def test_ctrl_c_in_forward_or_backward_changes_no_later_bit(
     step(model, optimizer, 1)
     assert bits(p.grad for p in model.parameters()) == bits(p.grad for p in twin.parameters())
     assert not leaves(optimizer)
-    offload = optimizer._session.on_device.activations
-    assert offload is not None
+    offload = offload_of(optimizer)
     assert offload.pool.used == 0

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dos import DOSAdam
-from perfmodel import Op
-from tests.support.activations import Writes, optimizer_of
+from tests.support.activations import Writes, optimizer_of, transfers
 from tests.support.devices import Copying
-from tests.support.ranks import Ranks
+from tests.support.inside import offload_of
+from tests.support.ranks import Ranks, on_pair
 from tests.support.sharded import assert_equal, dos_adam, mesh_of, model, shard, train, values
 from tests.support.training import bits
 
@@ -44,13 +43,12 @@ def same_bits(way: str, activations: Any) -> tuple[int, int]:
         optimizer = dos_adam(module.parameters(), device=Copying())
         optimizer.attach(module, activations=amount)
         if amount is not None:
-            optimizer._session.on_device.activations.least_bytes = 16
+            offload_of(optimizer).least_bytes = 16
         train(module, optimizer)
         optimizer.synchronize()
         found.append(values(module))
     assert_equal(*found)
-    assert isinstance(optimizer, DOSAdam)
-    left = [asked.nbytes for asked in optimizer._device.asked if asked.op is Op.SAVE]
+    left = transfers(optimizer)
     return max(left, default=0), max(p.numel() * 2 for p in module.parameters())
 
 
@@ -63,7 +61,8 @@ def test_sharded_training_is_the_same_to_the_bit(pair: Ranks, way: str, activati
         assert 0 < most < gathered, "gathered parameters stay"
 
 
-def distributed_tensors() -> bool:
+@on_pair
+def test_distributed_tensors_come_back_as_such() -> None:
     """DTensors that are saved are unwrapped, and wrapped again."""
 
     def gradients(activations: float) -> list[bytes]:
@@ -74,19 +73,14 @@ def distributed_tensors() -> bool:
             for _ in range(5):
                 y = torch.tanh(3 * y) * y
         y.sum().backward()
-        assert isinstance(x.grad, DTensor)
-        assert (activations > 0) == any(asked.op is Op.SAVE for asked in optimizer._device.asked)
+        assert (activations > 0) == bool(transfers(optimizer))
         return bits([x.grad.to_local()])
 
     assert gradients(1.0) == gradients(0.0)
-    return True
 
 
-def test_distributed_tensors_come_back_as_such(pair: Ranks) -> None:
-    assert all(pair.run(distributed_tensors))
-
-
-def written_between() -> bool:
+@on_pair
+def test_a_distributed_tensor_that_was_written_to_is_saved_anew() -> None:
     """Of a DTensor that is written to and saved again."""
 
     def gradient(activations: float) -> Tensor:
@@ -102,14 +96,12 @@ def written_between() -> bool:
         y.sum().backward()
         return w.grad.to_local()
 
-    return torch.equal(gradient(1.0), gradient(0.0))
+    assert torch.equal(gradient(1.0), gradient(0.0))
 
 
-def test_a_distributed_tensor_that_was_written_to_is_saved_anew(pair: Ranks) -> None:
-    assert all(pair.run(written_between))
-
-
-def written(in_backward: bool) -> str:
+@pytest.mark.parametrize("in_backward", [False, True])
+@on_pair
+def test_distributed_tensors_that_were_written_to_raise(in_backward: bool) -> None:
     x = distribute_tensor(torch.ones(8, 8), mesh_of(), [Shard(0)]).requires_grad_()
     optimizer = optimizer_of(nn.Linear(2, 2))
     with optimizer.offload_activations(1.0):
@@ -121,14 +113,5 @@ def written(in_backward: bool) -> str:
     if not in_backward:
         with torch.no_grad():
             y.add_(1)
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_distributed_tensors_that_were_written_to_raise(pair: Ranks, in_backward: bool) -> None:
-    for message in pair.run(written, in_backward):
-        assert "modified by an inplace operation" in message

@@ -52,7 +52,7 @@ GPU = "Some GPU"
 def measured(**changes: object) -> HardwareProfile:
     """A profile of this machine with `GPU`."""
     machine = Provenance("measured", "2026-01-01", profiles.machine_name(GPU))
-    return dataclasses.replace(MACHINE, **{"provenance": machine, **changes})  # type: ignore[arg-type]
+    return dataclasses.replace(MACHINE, **{"provenance": machine, **changes})
 
 
 def assert_measures_as(machine: HardwareProfile, expected: dict[str, float], *disk: Path) -> None:
@@ -236,7 +236,7 @@ def test_profiles_are_found_by_value_name_and_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'h1000' is neither a file nor a built-in profile .*h100.*dos\.calibrate"):
         profiles.resolve_profile("h1000", GPU)
     with pytest.raises(TypeError, match="a HardwareProfile, a file, a name, or None, found 3"):
-        DOSAdam([torch.zeros(1)], profile=3)  # type: ignore[arg-type]
+        DOSAdam([torch.zeros(1)], profile=3)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,6 @@ def test_the_command(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "B/s" in read
     assert "not measured" not in read
     found, guessed = profiles.find_profile(measure.name_of(None)), HardwareProfile.builtin("unknown")
-    assert found is not None
     assert found == HardwareProfile.load(output)
     assert found.cpu_threads == 1
     names = [f.name for f in dataclasses.fields(found) if f.name.startswith("disk_")]

@@ -40,7 +40,7 @@ def test_a_drive_that_fails_says_nothing_of_state(tmp_path: Path, monkeypatch: p
 
 
 def rounds(**effort: object) -> Rounds:
-    return Rounds(dataclasses.replace(TINY, **effort), lambda value: [value])  # type: ignore[arg-type]
+    return Rounds(dataclasses.replace(TINY, **effort), lambda value: [value])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -84,7 +84,7 @@ def test_rates_of_a_page_cache_are_said_to_be_that(tmp_path: Path, monkeypatch: 
         if flags & os.O_DIRECT and str(path).startswith(str(two)):
             refused.append(path)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return open_(path, flags, *rest, **named)  # type: ignore[arg-type]
+        return open_(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refuses)
     found = measure(None, TINY, [1], disk=[one, two])

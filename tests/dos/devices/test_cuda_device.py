@@ -32,6 +32,7 @@ from tests.support.fake_cuda import (
     install,
     use_virtual_time,
 )
+from tests.support.inside import offload_of
 from tests.support.ranks import TORCH_2_6
 from tests.support.training import loss_of, mlp, train
 
@@ -68,7 +69,7 @@ def test_a_forked_child_that_collects_garbage_goes_on(forked: str, runtime: Runt
         model = mlp()
         optimizer = DOSAdam(model.parameters(), device=device, policy="stride:2", subgroup_size=100)
         optimizer.attach(model, activations=1.0)
-        optimizer._session.on_device.activations.least_bytes = 0
+        offload_of(optimizer).least_bytes = 0
         train(model, optimizer, 2)
         found += [model, optimizer, loss := loss_of(model, 2)]
         if forked != "after forward":
@@ -293,7 +294,8 @@ def test_parameters_on_two_gpus_are_refused(runtime: Runtime) -> None:
 @pytest.mark.skipif(TORCH_2_6, reason="torch 2.6 profiles one thread alone")
 def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
     model = mlp()
-    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=600)
+    device = FakeCudaDevice(runtime)
+    optimizer = DOSAdam(model.parameters(), device=device, policy="stride:2", subgroup_size=600)
     train(model, optimizer, 1)
     assert named("a") is named("b"), "a range was made although no profiler runs"
     # Profiles are of one thread unless they are asked for all.
@@ -303,7 +305,7 @@ def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
         train(model, optimizer, 1)
         for lane in (Lane.READ, Lane.WRITE):
             before = time.perf_counter()
-            with optimizer._device.disk_io(lane, 4096) as start:
+            with device.disk_io(lane, 4096) as start:
                 assert before <= start <= time.perf_counter()
     seen = {event.key for event in profile.key_averages() if event.key.startswith("dos ")}
     assert {"dos H2D prefetch 0", "dos GPU update 0", "dos D2H flush 0"} <= seen

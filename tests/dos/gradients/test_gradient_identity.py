@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from tests.support.training import Make, assert_as_adamw, backward, batch, bits, maker, mlp
+from tests.support.training import Make, Raises, assert_as_adamw, backward, batch, bits, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -30,16 +30,6 @@ def replace_memory_twice(model: nn.Module) -> None:
         parameter.data = parameter.data + 0.25
 
 
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise ArithmeticError("half way")
-
-
 @pytest.mark.parametrize("write", [write_in_place, replace_memory_twice])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_of_a_batch_that_was_given_up_are_not_used(
@@ -53,7 +43,7 @@ def test_gradients_of_a_batch_that_was_given_up_are_not_used(
         for step in range(4):
             if step % 2:
                 with pytest.raises(ArithmeticError):
-                    model[3](Breaks.apply(model[:3](batch(10 * step)))).square().mean().backward()
+                    model[3](Raises.apply(model[:3](batch(10 * step)))).square().mean().backward()
             else:
                 backward(model, 10 * step)
             write(model)

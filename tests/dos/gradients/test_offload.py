@@ -1,4 +1,7 @@
-"""Gradients that live on the host: accumulation as in `p.grad`, clipping, what torch no longer sees."""
+"""Gradients that live on the host: accumulation as in `p.grad`, clipping, what torch no longer sees.
+
+That any micro-batches add up to the same bits, `test_stateful.py` compares.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from dos.devices import Copy
 from dos.gradients import offload
 from dos.step.ledger import Ledger
 from perfmodel import Op
+from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -25,43 +29,25 @@ BETAS = (0.0, 0.999)
 """With which exp_avg is the gradient itself."""
 
 
-def offloading(model: nn.Module, policy: str | float = "stride:3", capacity: int = 10**7, **settings: Any) -> DOSAdam:
-    place = on(policy, capacity, subgroup_size=150, offload_gradients=True)
+def offloading(model: nn.Module, policy: str | float = "stride:3", **settings: Any) -> DOSAdam:
+    place = on(policy, 10**7, subgroup_size=150, offload_gradients=True)
     return DOSAdam(model.parameters(), **{**place, **settings})
 
 
-def trained(model: nn.Module, optimizer: DOSAdam, micro_batches: int = 4) -> list[bytes]:
+def trained(model: nn.Module, optimizer: DOSAdam) -> list[bytes]:
     """The parameters and their averages after five steps."""
     for step in range(5):
         optimizer.zero_grad()
-        backward(model, 10 * step, micro_batches)
+        backward(model, 10 * step, micro_batches=4)
         optimizer.step()
     optimizer.synchronize()
     return bits([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
 
 
-def without(dtype: torch.dtype, micro_batches: int = 4) -> list[bytes]:
+def without(dtype: torch.dtype) -> list[bytes]:
     """The same where autograd adds up."""
     model = mlp(dtype)
-    return trained(model, DOSAdam(model.parameters(), betas=BETAS), micro_batches)
-
-
-@pytest.mark.parametrize(
-    ("policy", "capacity"), [("cpu", 10**7), ("stride:1", 10**7), (0.5, 10**7), ("resident", 10**7), (0.0, 6000)]
-)
-@pytest.mark.parametrize(
-    ("dtype", "micro_batches", "attach"),
-    [(torch.float32, 1, True), (torch.float32, 4, False), (torch.bfloat16, 4, True), (torch.float16, 4, False)],
-)
-def test_same_bits_as_without_offloading(
-    policy: str | float, capacity: int, dtype: torch.dtype, micro_batches: int, attach: bool
-) -> None:
-    """The host adds what autograd would have added; without room on the device it updates."""
-    model = mlp(dtype)
-    optimizer = offloading(model, policy, capacity, betas=BETAS)
-    if attach:
-        optimizer.attach(model)
-    assert trained(model, optimizer, micro_batches) == without(dtype, micro_batches)
+    return trained(model, DOSAdam(model.parameters(), betas=BETAS))
 
 
 @pytest.mark.parametrize("policy", ["cpu", "resident"])
@@ -254,7 +240,7 @@ def test_gradients_come_in_parts_through_few_passages(monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = offloading(model, betas=BETAS, device=link)
     assert trained(model, optimizer) == without(torch.bfloat16)
-    assert len(optimizer._session.registry.offloaded._passages) == 3
+    assert len(session_of(optimizer).registry.offloaded._passages) == 3
 
 
 def test_passages_take_little_of_the_host_memory_that_is_allowed() -> None:

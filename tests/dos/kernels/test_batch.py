@@ -50,7 +50,7 @@ def made(
 
 
 def arrays(runs: list[Run]) -> list[AdamArrays]:
-    return [AdamArrays(*run) for run in runs]  # type: ignore[arg-type]
+    return [AdamArrays(*run) for run in runs]
 
 
 @settings(max_examples=60)
@@ -73,11 +73,11 @@ def test_a_batch_has_the_bits_of_its_runs(
     whole = [
         mixed_arrays(numel + shift, AMSGRAD, grad, seed + i)
         if output == SPLIT
-        else AdamArrays(*made(numel + shift, grad, *output, seed + i))  # type: ignore[arg-type]
+        else AdamArrays(*made(numel + shift, grad, *output, seed + i))
         for i, (numel, grad, output, _, _) in enumerate(drawn)
     ]
     copies = [
-        splitting(run) if output == SPLIT else AdamArrays(*clone(list(run)))  # type: ignore[arg-type]
+        splitting(run) if output == SPLIT else AdamArrays(*clone(list(run)))
         for run, (_, _, output, _, _) in zip(whole, drawn, strict=True)
     ]
     runs, expected = ([run.slice(shift, len(run.param)) for run in of] for of in (copies, whole))
@@ -113,8 +113,8 @@ def test_settings_of_the_step_before_are_forgotten() -> None:
     batch.update([STEP, AMSGRAD], [1, 1])
     batch.update(STEP)
     for ours, theirs in zip(runs, expected, strict=True):
-        adam_update(AdamArrays(*theirs), step=AMSGRAD)  # type: ignore[arg-type]
-        adam_update(AdamArrays(*theirs[:4]), step=STEP)  # type: ignore[arg-type]
+        adam_update(AdamArrays(*theirs), step=AMSGRAD)
+        adam_update(AdamArrays(*theirs[:4]), step=STEP)
         assert_same_bits(ours, theirs)
 
 
@@ -144,11 +144,11 @@ def test_a_batch_follows_its_arrays_to_other_memory() -> None:
     memory = torch.zeros(5, 64)
     batch = AdamBatch([AdamArrays(*memory[:4])])
     batch.follow([(memory[i].data_ptr(), memory[i + 1].data_ptr(), memory[i].nbytes) for i in range(4)])
-    torch.stack(expected, out=memory[1:])  # type: ignore[arg-type]
+    torch.stack(expected, out=memory[1:])
     batch.point([memory[1].data_ptr()])
     for _ in range(2):
         batch.update(STEP)
-        adam_update(AdamArrays(*expected), step=STEP)  # type: ignore[arg-type]
+        adam_update(AdamArrays(*expected), step=STEP)
     assert_same_bits(list(memory), [torch.zeros(64), *expected])
 
 
@@ -160,7 +160,7 @@ def test_memory_is_not_held(on_device: bool, monkeypatch: pytest.MonkeyPatch) ->
     if on_device:
         monkeypatch.setattr(batch, "_gpu", GpuBatch(torch.device("cpu")))
     batch.update(STEP)
-    assert [array._use_count() for array in run if array is not None] == [1] * 5  # type: ignore[attr-defined]
+    assert [array._use_count() for array in run if array is not None] == [1] * 5
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_memory_is_not_held(on_device: bool, monkeypatch: pytest.MonkeyPatch) ->
         (lambda batch: batch.update(STEP, threads=-1), ValueError, "threads: expected at least 1, or 0"),
     ],
 )
-def test_bad_input(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_input(call, error: type[Exception], message: str) -> None:
     runs = [made(8, torch.float32, torch.float32, None, seed, amsgrad=False) for seed in range(2)]
     before = clone_all(runs)
     with pytest.raises(error, match=message):

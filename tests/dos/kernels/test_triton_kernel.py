@@ -92,8 +92,8 @@ def compile_for_gpu(
             # Where loads of 16 bytes would not be possible.
             arrays += [torch.zeros(4096 // BLOCK + 1 + shift)[1:]] * 2
         on_gpu = [None if array is None else array[shift:].as_subclass(OnGpu) for array in arrays]
-        run = AdamArrays(*on_gpu)  # type: ignore[arg-type]
-        rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table  # type: ignore[arg-type]
+        run = AdamArrays(*on_gpu)
+        rows = AdamBatch([AdamArrays(*(a if a is None else a[shift:] for a in arrays))] * runs)._table
         triton_kernel.adam_update(run, step, rows, lambda rows: torch.from_numpy(rows).as_subclass(OnGpu))
         return compiled[-1]
 
@@ -193,7 +193,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def updated_by_gpu_code(arrays: list[torch.Tensor | None], step: AdamStep) -> None:
-    runs = [AdamArrays(*arrays)]  # type: ignore[arg-type]
+    runs = [AdamArrays(*arrays)]
     GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(runs)._table)()
 
 
@@ -232,7 +232,7 @@ def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str, mon
         if work == "coded":
             arrays[2:4] = torch.ones(numel, dtype=torch.int8), torch.ones(numel, dtype=torch.uint8)
         arrays += [rest if work != "exact" else None, *([torch.ones(2)] * 2 if work == "coded" else [None] * 2)]
-        run = AdamArrays(*(None if array is None else array.clone() for array in arrays))  # type: ignore[arg-type]
+        run = AdamArrays(*(None if array is None else array.clone() for array in arrays))
         with ShortOfMemory(fails) as memory:
             if work == "follow":
                 masters.follow(run.exp_avg, run.param)
@@ -245,7 +245,7 @@ def test_running_out_of_memory_in_torch_operations_breaks_nothing(work: str, mon
     operations, expected = attempt(0)
     assert -operations.left >= (4 if work == "correct" else 8)
     for number in range(1, 1 - operations.left, 3 if work == "coded" else 1):
-        assert_same_bits(attempt(number)[1], expected)  # type: ignore[arg-type]
+        assert_same_bits(attempt(number)[1], expected)
 
 
 @pytest.mark.parametrize("work", ["exact", "coded"])
@@ -258,7 +258,7 @@ def test_torch_operations_need_no_more_memory_than_they_say(work: str) -> None:
         arrays[2:4] = torch.ones(numel, dtype=torch.int8), torch.ones(numel, dtype=torch.uint8)
         arrays[-2:] = [torch.ones(numel // BLOCK) for _ in range(2)]
     with ShortOfMemory(0) as memory:
-        module._adam_update_torch(AdamArrays(*arrays), STEP)  # type: ignore[arg-type]
+        module._adam_update_torch(AdamArrays(*arrays), STEP)
     assert memory.peak / numel <= 100
 
 

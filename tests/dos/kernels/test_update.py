@@ -122,7 +122,6 @@ def test_flushing_of_denormals_changes_nothing(isa: str, threads: int, flush_den
     torch.set_flush_denormal(False)
     update(other, STEP, isa=isa, threads=threads)
     assert_same_bits(arrays, other)
-    assert arrays[2] is not None
     assert (bits(arrays[2]) != 0).all()
 
 

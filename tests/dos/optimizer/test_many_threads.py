@@ -57,7 +57,7 @@ def run_all(work: Sequence[Callable[[], None]], threaded: bool) -> None:
 
 def train(threaded: bool, **settings: object) -> list[bytes]:
     model = Branches()
-    optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), lr=0.01, subgroup_size=300, **settings)
     for step in range(4):
         optimizer.zero_grad()
         run_all([partial(backward_of, model, step, i) for i in range(THREADS)], threaded)

@@ -11,6 +11,7 @@ import torch
 from dos import DOSAdam
 from dos.guard import ENTRIES, Phase
 from dos.session import Session
+from tests.support.inside import session_of
 from tests.support.training import backward, mlp, on
 
 PAGE = Path(__file__).parents[3] / "docs" / "architecture.md"
@@ -27,12 +28,12 @@ def test_the_table_of_the_documentation_is_that_of_the_code() -> None:
 def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), **on("cpu"))
-    guard, seen = optimizer._session.guard, []
+    guard, seen = session_of(optimizer).guard, []
     commit = Session._commit
 
     def watched(session: Session, *args: object) -> None:
         seen.append(guard.phase)
-        commit(session, *args)  # type: ignore[arg-type]
+        commit(session, *args)
 
     phases = [guard.phase]
     backward(model, 0)
@@ -50,7 +51,7 @@ def test_an_iteration_goes_through_the_phases(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_an_entry_point_refuses_the_phases_that_it_does_not_accept(name: str, phase: Phase) -> None:
     """It is given too many arguments, so that one that accepts the phase gets no further."""
-    session = DOSAdam(mlp().parameters(), **on("cpu"))._session
+    session = session_of(DOSAdam(mlp().parameters(), **on("cpu")))
     session.guard.phase = phase
     entry = getattr(session, name, None) or getattr(session, f"_{name}")
     accepted = phase in ENTRIES[name] or (phase is Phase.COMMITTING and Phase.BROKEN in ENTRIES[name])

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
+from tests.support.inside import plan_anew
 from tests.support.random_plans import all_in
-from tests.support.training import Make, assert_as_adamw, maker, plan_anew
+from tests.support.training import Make, assert_as_adamw, maker
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -58,7 +59,7 @@ def test_memory_that_was_another_for_a_failed_step_only() -> None:
 
     fails = True
     p, q = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
-    optimizer, reference = made(policy, [p]), torch.optim.AdamW([q], lr=0.1)  # type: ignore[arg-type]
+    optimizer, reference = made(policy, [p]), torch.optim.AdamW([q], lr=0.1)
     with pytest.raises(ValueError, match="not now"):
         step(optimizer, p)
     assert not optimizer.state, "the first step was none"
@@ -102,7 +103,7 @@ def test_staged_gradients_outlive_a_wider_staging() -> None:
         ps = [nn.Parameter(torch.randn(numel).bfloat16()) for _ in range(3)]
         optimizer = made("cpu", ps, offload_gradients=True, subgroup_size=numel)
         for last in (False, True):
-            sum((p.float() * p.float()).sum() for p in ps[: 2 if last else 3]).backward()  # type: ignore[union-attr]
+            sum((p.float() * p.float()).sum() for p in ps[: 2 if last else 3]).backward()
             if last:
                 if widened:
                     ps[2].grad_dtype = None
@@ -125,6 +126,6 @@ def test_skipped_steps_leave_nothing_behind() -> None:
     before = alive()
     for _ in range(50):
         p.grad = torch.ones(10)
-        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)  # type: ignore[attr-defined]
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), torch.tensor(1.0)
         optimizer.step()
     assert alive() <= before + 5

@@ -94,14 +94,11 @@ def margins(forecast: Forecast, free: Sequence[int], held: int = 100) -> list[in
 
 
 def test_a_starving_neighbour_widens_the_margin_faster_and_faster_and_a_content_one_takes_it_back() -> None:
+    """It stops at the whole device."""
     forecast = Forecast()
     assert margins(forecast, [0, 5, 9, 0]) == [40, 50, 65, 87]
     assert margins(forecast, [10, 19]) == [87, 87], "neither short nor content"
     assert margins(forecast, [20, 500, 0]) == [20, 20, 40]
-
-
-def test_the_margin_stops_at_the_whole_device() -> None:
-    forecast = Forecast()
     assert margins(forecast, [0] * 20)[-1] == TOTAL + SPARED
     assert forecast.room()[:2] == (0, 0)
 
@@ -117,13 +114,9 @@ def levels(forecast: Forecast, others: Sequence[int], own: int = 300) -> list[in
 
 
 def test_memory_that_others_give_back_is_used_at_once_if_they_never_took() -> None:
+    """Else a third of the most that they took at a time is left to them, until four iterations have seen it free."""
     assert levels(Forecast(), [400, 400, 100, 100]) == [280, 280, 580, 580]
-
-
-def test_a_third_is_left_to_others_who_took_before() -> None:
-    """A third of the most that they took at a time is left to them, until four iterations have seen it free."""
-    rooms = levels(Forecast(), [100, 400, 100, 100, 100, 100, 100])
-    assert rooms == [580, 280, 480, 480, 480, 580, 580]
+    assert levels(Forecast(), [100, 400, 100, 100, 100, 100, 100]) == [580, 280, 480, 480, 480, 580, 580]
     assert levels(Forecast(), [400, 100, 220, 100])[-1] == 580 - 40
 
 

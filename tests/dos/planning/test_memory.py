@@ -188,7 +188,7 @@ def test_an_iteration_that_is_tried_again_has_its_peak_sampled_again(monkeypatch
     optimizer = DOSAdam(model.parameters(), device=Watched(), subgroup_size=128)
     train(model, optimizer, 2)
     phases: list[Op] = []
-    monkeypatch.setattr(optimizer._session.decisions.memory, "enter", phases.append)
+    monkeypatch.setattr(MemoryMonitor, "enter", lambda monitor, phase: phases.append(phase))
 
     def attempt() -> None:
         optimizer.zero_grad()

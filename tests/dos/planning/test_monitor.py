@@ -39,7 +39,7 @@ def test_sampling_takes_no_more_than_its_share_of_the_time(monkeypatch: pytest.M
         device.reads += 1
         return Memory(500_000, TOTAL)
 
-    device.memory = slow  # type: ignore[method-assign]
+    device.memory = slow
     monitor = monitor_of(device)
     # The first peak is looked at closely, for nothing is known of it.
     for share in (SHARE_AT_FIRST, SHARE_OF_TIME):

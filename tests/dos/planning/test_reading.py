@@ -75,7 +75,7 @@ def test_the_runtime_is_asked_only_where_nvml_does_not_answer(nvml: Pynvml) -> N
     """A call of cudaMemGetInfo was reported to take 8 ms; whose figures NVML gives is compared once."""
     device, asked = Card(free=1234), []
     runtime = device.memory
-    device.memory = lambda: asked.append(nvml.fails_at) or runtime()  # type: ignore[func-returns-value, method-assign]
+    device.memory = lambda: asked.append(nvml.fails_at) or runtime()
     monitor = monitor_of(device)
     for fails_at in (None, None, "nvmlDeviceGetMemoryInfo", None, None):
         nvml.fails_at = fails_at
@@ -179,7 +179,7 @@ def test_a_runtime_that_cannot_be_read_leaves_no_room_until_it_can(said: list[st
     loads = (SubgroupLoad(100, 400, 400, 1200),) * 10
 
     def room(says: object, iterations: int = 6) -> float:
-        device.memory = says  # type: ignore[method-assign, assignment]
+        device.memory = says
         for _ in range(iterations):
             monitor.enter(Op.BACKWARD)
             monitor.enter(Op.UPDATE)

@@ -23,7 +23,8 @@ from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve, simulate
 from perfmodel.tasks import Schedule, Task
 from tests.support.clock import compares_with_a_clock
-from tests.support.training import FAST, ended_steps, loss_of, mlp, plan_anew, profile, train
+from tests.support.inside import plan_anew
+from tests.support.training import FAST, ended_steps, loss_of, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -238,12 +239,11 @@ def adaptive(model: nn.Module, **settings: object) -> DOSAdam:
     """With too little memory for all state, so that every lane has work."""
     device = EmulatedDevice(MACHINE, capacity=10**7)
     defaults = {"subgroup_size": 150, "device": device, "memory_budget": 6_000}
-    return DOSAdam(model.parameters(), **{**defaults, **settings})  # type: ignore[arg-type]
+    return DOSAdam(model.parameters(), **{**defaults, **settings})
 
 
 def assert_near(believed: HardwareProfile | None, truth: HardwareProfile, tolerance: float) -> None:
     """Each learnt rate is the truth up to a factor."""
-    assert believed is not None
     for name in LEARNT[1:]:
         ratio = getattr(believed, name) / getattr(truth, name)
         needed = f"needed {1 / tolerance:.2f} to {tolerance:.2f}"
@@ -271,7 +271,6 @@ def learnt_from(optimizer: DOSAdam, model: nn.Module, between: Callable[[], None
     train(model, optimizer, 6, first_step=1, before_step=lambda _: between())
     for step in ended:
         if step.iteration.alone:
-            assert step.iteration.workload is not None
             seen.append((step.schedule, step.iteration.workload, step.ran))
     return seen
 
@@ -337,7 +336,6 @@ def test_the_profile_is_there_once_it_is_asked_for(tmp_path: Path) -> None:
     optimizer = adaptive(model)
     assert optimizer.profile is None
     train(model, optimizer, 1)
-    assert optimizer.profile is not None
     optimizer.profile.save(tmp_path / "profile.json")
     model = mlp()
     again = adaptive(model, profile=tmp_path / "profile.json")

@@ -35,7 +35,7 @@ def slow(**options: object) -> tuple[torch.nn.Module, DOSAdam, EmulatedDevice]:
     """On a slow machine."""
     device = EmulatedDevice(SLOW, capacity=CAPACITY)
     model = mlp()
-    return model, DOSAdam(model.parameters(), subgroup_size=300, device=device, **options), device  # type: ignore[arg-type]
+    return model, DOSAdam(model.parameters(), subgroup_size=300, device=device, **options), device
 
 
 def test_explain_without_an_accelerator_or_a_step() -> None:
@@ -90,7 +90,7 @@ def test_the_log_has_a_line_for_each_change_of_plan_and_no_other(caplog: pytest.
     lines = [r for r in caplog.records if r.name == "dos.accelerator"]
     assert len(quiet) < len(lines) <= len(quiet) + 12
     assert any("plan changed: memory for state went from" in r.getMessage() for r in lines)
-    assert lines[-1].metrics["memory_total_bytes"] == device.capacity  # type: ignore[attr-defined]
+    assert lines[-1].metrics["memory_total_bytes"] == device.capacity
 
 
 class Chosen(AdaptivePolicy):
@@ -105,7 +105,7 @@ class Chosen(AdaptivePolicy):
 def attached(policy: object) -> tuple[torch.nn.Module, DOSAdam, UpdatesAfterStep]:
     """With updates on the host that wait until the device's `returned` is set."""
     model, device = mlp(), UpdatesAfterStep(SLOW, CAPACITY)
-    optimizer = DOSAdam(model.parameters(), subgroup_size=300, policy=policy, device=device)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, policy=policy, device=device)
     optimizer.attach(model)
     return model, optimizer, device
 
@@ -153,7 +153,7 @@ def ended(exposed_s: float, **compute: float) -> Report:
     reading = Reading(Memory(0, 1), Source.DEVICE)
     machine = profile(cpu_update_rate=1e6)
     iteration = SimpleNamespace(exposed_s=exposed_s, withheld=(), saved=None)
-    return Report(iteration, plan, workload, machine, Timeline(()), 0.0, reading, 0, 0, 0, "", real=False)  # type: ignore[arg-type]
+    return Report(iteration, plan, workload, machine, Timeline(()), 0.0, reading, 0, 0, 0, "", real=False)
 
 
 def test_efficiency_is_against_what_cannot_be_hidden() -> None:

@@ -26,8 +26,9 @@ from perfmodel.format import MASTER, MASTER_KEY, Field, Format
 from perfmodel.policies import off_cpu
 from tests.support.devices import Unreliable
 from tests.support.fake_ranks import fake_ranks
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, bits, loss_of, mlp, plan_anew, profile, train
+from tests.support.training import FAST, bits, loss_of, mlp, profile, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -154,7 +155,7 @@ class Plain(torch.optim.Optimizer):
         self.masters = {p: p.detach().clone().float() for group in self.param_groups for p in group["params"]}
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for p, master in ((p, master) for p, master in self.masters.items() if p.grad is not None):
             move(master, self.state[p].setdefault(KEY, torch.zeros_like(master)), p.grad, self.settings)
             p.copy_(master)
@@ -209,7 +210,6 @@ def test_momentum_on_whole_tensors(dtype: torch.dtype, policy: Any, more: dict[s
     for step in range(10):
         train(model, optimizer, 1, first_step=step)
         plan = optimizer.plan()
-        assert plan is not None
         placements |= set(plan.placements)
         if attach:
             optimizer.synchronize()
@@ -238,7 +238,6 @@ def test_adaptive_plans_without_the_cpu(budget: int) -> None:
     optimizer = DOSMomentum(model.parameters(), device=DeviceAlone(slow_link, 10**9), **settings)
     train(model, optimizer, 6)
     plan = optimizer.plan()
-    assert plan is not None
     assert (Placement.GPU_RESIDENT in plan.placements) == (budget > 0)
     assert (Placement.GPU_STREAMED in plan.placements) == (budget < 10**6)
     assert_as_plain(optimizer, model, 6, deep)

@@ -199,7 +199,6 @@ def test_state_on_disk_has_the_bits_of_memory_and_of_a_resumed_run(
     for module, optimizer in (through, resumed):
         assert_equal(values(module), values(in_memory[0]))
         plan = optimizer.plan()
-        assert plan is not None
         assert bool(plan.on_disk) is not rich
     dist.barrier()
     assert len(files(disk)) == 2 * dist.get_world_size()

@@ -18,8 +18,9 @@ from dos.rules.base import Run
 from perfmodel import Op, Placement, Plan, Workload
 from perfmodel.format import Field, Format
 from tests.support.devices import Copying
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans, all_in
-from tests.support.training import FAST, bits, bits_on_host, maker, mlp, plan_anew, train
+from tests.support.training import FAST, bits, bits_on_host, maker, mlp, train
 
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 
@@ -46,7 +47,7 @@ def test_bytes_that_are_moved(before: Placement, now: Placement, moved: dict[Op,
 
     model, device = mlp(torch.bfloat16), Copying()
     settings_ = {"policy": policy, "device": device, "offload_gradients": offload_gradients}
-    optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), subgroup_size=300, **settings_)
     train(model, optimizer, 2)
     del placements[0]
     plan_anew(optimizer)

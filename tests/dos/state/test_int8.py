@@ -14,7 +14,8 @@ from dos import DOSAdam, EmulatedDevice
 from dos.rules.adamw import LEAST_CODED, can_be_coded
 from perfmodel.footprint import HostBytes
 from perfmodel.format import BLOCK, format_of, scale_shape
-from tests.support.training import FAST, everything, maker, plan_anew
+from tests.support.inside import plan_anew
+from tests.support.training import FAST, everything, maker
 
 CODED = {"exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales"}
 

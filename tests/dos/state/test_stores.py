@@ -87,7 +87,7 @@ def test_without_any_memory_the_host_does_all_and_nothing_is_ever_allocated(
     attach: bool, offload_gradients: bool
 ) -> None:
     device = EmulatedDevice(FAST, capacity=10**5, occupied=10**5)
-    device.allocate = _never  # type: ignore[method-assign]
+    device.allocate = _never
     _, optimizer = trained_as_on_host(device, attach, offload_gradients=offload_gradients)
     assert set(optimizer.plan().placements) == {Placement.CPU}
     assert device.peak_bytes == 10**5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -11,29 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import LANE_OF, Copy, Job
+from dos.devices import LANE_OF, Job
 from perfmodel import Op, Placement
-from tests.support.devices import Asked, Copying, CopyingAtOnce, LateDevice
+from tests.support.devices import Asked, Copying, CopyingAtOnce, FaultyDevice, LateDevice
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.random_plans import InTurn
-from tests.support.training import FAST, backward, bits, everything, mlp, train
+from tests.support.training import backward, bits, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CPU, STREAMED, RESIDENT = Placement
-
-
-class Failing(EmulatedDevice):
-    """The nth prefetch from now on fails as it is issued."""
-
-    left = 0
-
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        if op is Op.PREFETCH:
-            self.left -= 1
-            if self.left == 0:
-                raise ValueError
-        return super().copy(op, subgroup, copies, after)
 
 
 def late(late_op: Op) -> LateDevice:
@@ -148,13 +135,12 @@ def test_state_that_is_still_on_its_way_home_is_not_sent_back() -> None:
 
 @pytest.mark.parametrize(("before", "nth"), [("step", 2), ("state", 1), ("state", 5), ("release", 2)])
 def test_a_copy_that_fails_leaves_no_memory_that_only_looks_like_state(nth: int, before: str) -> None:
-    device = Failing(FAST, 10**9)
+    device = FaultyDevice()
     model, optimizer = start(InTurn(CPU, RESIDENT), device)
     train(model, optimizer, 1)
-    device.left = nth
+    device.fail("prefetch", nth)
     with pytest.raises(ValueError):  # noqa: PT011
         train(model, optimizer, 1, first_step=1)
-    device.left = 0
     if before == "state":
         assert all(bool(torch.isfinite(entry["exp_avg"]).all()) for entry in optimizer.state.values())
     elif before == "release":

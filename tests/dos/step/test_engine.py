@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Lane, Op, Placement
 from tests.support.clock import eventually
 from tests.support.devices import UpdatesAfterStep
+from tests.support.inside import plan_anew
 from tests.support.random_plans import all_in
-from tests.support.training import FAST, Make, assert_as_on_host, bits, mlp, plan_anew, train
+from tests.support.training import FAST, bits, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -23,7 +23,7 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
     placement = [Placement.GPU_RESIDENT]
     device = EmulatedDevice(FAST, capacity=10**9)
     trimmed: list[int] = []
-    device.trim = lambda: trimmed.append(device.memory().free)  # type: ignore[method-assign]
+    device.trim = lambda: trimmed.append(device.memory().free)
     model, reference = mlp(), mlp()
     optimizer = DOSAdam(
         model.parameters(), policy=lambda work: all_in(placement[0], work), subgroup_size=300, device=device
@@ -49,23 +49,6 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(at
         assert (device.memory().free < device.capacity) == stays
         assert bits(model.parameters()) == bits(reference.parameters())
     assert trimmed == [device.capacity], "what has left is given back to other processes, once"
-
-
-def test_state_without_a_gradient_leaves_and_comes_back() -> None:
-    placement = [Placement.GPU_RESIDENT]
-
-    def run(make: Make) -> list[Tensor]:
-        always, seldom = (nn.Parameter(torch.ones(900)) for _ in range(2))
-        optimizer = make([{"params": [always]}, {"params": [seldom]}])
-        for step in range(4):
-            placement[0] = Placement.CPU if step % 2 else Placement.GPU_RESIDENT
-            plan_anew(optimizer)
-            always.grad = torch.full((900,), step + 1.0)
-            seldom.grad = None if step == 1 else always.grad.clone()
-            optimizer.step()
-        return [always, seldom]
-
-    assert_as_on_host(run, lambda work: all_in(placement[0], work))
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2", 0.0])

@@ -21,8 +21,9 @@ from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
 from perfmodel.tasks import Schedule, Task
 from tests.support.devices import Unreliable
+from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import RandomPlans
-from tests.support.training import backward, bits, ended_steps, mlp, plan_anew
+from tests.support.training import backward, bits, ended_steps, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -190,10 +191,8 @@ def history(seed: int, *, dtype: torch.dtype, offload_gradients: bool, failing: 
         device=device,
         offload_gradients=offload_gradients,
     )
-    on_device = optimizer._session.on_device
-    assert on_device is not None
     ended = ended_steps(optimizer)
-    device.store = optimizer._session.ledger.stores.device
+    device.store = session_of(optimizer).ledger.stores.device
     reference = DOSAdam(twin.parameters(), state_format="float32")
     if attached:
         optimizer.attach(model)
@@ -234,7 +233,6 @@ def both_backward(rng: random.Random, model: nn.Module, twin: nn.Module, *, chan
         backward(network, seed, micro_batches=number)
         if change and one < 5:
             parameter = list(network.parameters())[one]
-            assert parameter.grad is not None
             parameter.grad = None if drop else parameter.grad.mul_(0.5)
 
 
@@ -261,6 +259,6 @@ def test_requests_are_the_schedule_s(dtype: torch.dtype, offload_gradients: bool
     found: Counter[str] = Counter()
     for seed in range(12):
         settings = {"failing": 0.2 * (seed // 2 % 2), "attached": bool(seed % 2)}
-        found += history(seed, dtype=dtype, offload_gradients=offload_gradients, **settings)  # type: ignore[arg-type]
+        found += history(seed, dtype=dtype, offload_gradients=offload_gradients, **settings)
     assert ways | {"in vain", "no memory"} <= found.keys()
     assert dtype is not torch.float32 or not offload_gradients or found.keys() == ways | {"in vain", "no memory"}

@@ -93,15 +93,15 @@ def test_they_last_until_the_device_has_come_there() -> None:
         return SimpleNamespace(at=lambda: seconds)
 
     device = SimpleNamespace(mark=lambda: mark(queued.pop(0)))
-    iteration = Iteration(device, Iteration(device))  # type: ignore[arg-type]
-    iteration.backward, iteration.step = mark(at + 13), mark(at + 16)  # type: ignore[assignment]
-    following = Iteration(device, iteration)  # type: ignore[arg-type]
+    iteration = Iteration(device, Iteration(device))
+    iteration.backward, iteration.step = mark(at + 13), mark(at + 16)
+    following = Iteration(device, iteration)
 
     def found() -> list[tuple[Op, float, float]]:
         return [(span.op, round(span.start, 6), round(span.end, 6)) for span in iteration.spans(at + 16)]
 
     assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0)]
-    following.backward = mark(None)  # type: ignore[assignment]
+    following.backward = mark(None)
     assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0)], "the device has not come there"
-    following.backward = mark(at + 21)  # type: ignore[assignment]
+    following.backward = mark(at + 21)
     assert found() == [(Op.FORWARD, -6, -3), (Op.BACKWARD, -3, 0), (Op.FORWARD, 1, 5)]

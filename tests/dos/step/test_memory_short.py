@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import shutil
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from perfmodel import Placement, Plan, Workload
-from tests.support.devices import Pinning
-from tests.support.training import FAST, bits, plan_anew
+from tests.support.calls import ATTACHED, CALLS, DISK, HALF, HOST, OFFLOADED, go_on, started, undisturbed
+from tests.support.calls import CPU as ON_CPU
+from tests.support.devices import Amount, Pinning
+from tests.support.inside import plan_anew
+from tests.support.programs import Program, Training
+from tests.support.training import FAST, bits
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -34,36 +39,41 @@ class Chosen:
         return Plan(self.now, tuple(range(len(self.now))), slots=1)
 
 
-def started(policy: Any, **settings: Any) -> tuple[nn.Parameter, DOSAdam]:
-    parameter = nn.Parameter(torch.ones(2 * PAGE))
-    device = EmulatedDevice(FAST, settings.pop("capacity", 10**9))
-    return parameter, DOSAdam([parameter], policy=policy, subgroup_size=PAGE, device=device, **settings)
-
-
 def step(parameter: Tensor, optimizer: DOSAdam, value: float = 0.5) -> None:
     parameter.grad = torch.full_like(parameter, value)
     optimizer.step()
 
 
-def test_what_was_to_arrive_is_not_taken_for_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One subgroup comes, another has to leave, and there is no home for it."""
-    policy = Chosen(CPU, RESIDENT)
-    parameter, optimizer = started(policy)
-    other, reference = started("cpu")
-    for p, o in ((parameter, optimizer), (other, reference)):
-        step(p, o)
-    policy.now = RESIDENT, CPU
-    plan_anew(optimizer)
-    held = optimizer.metrics()["memory_held_bytes"]
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
-    with pytest.raises(MemoryError):
-        step(parameter, optimizer)
-    assert optimizer.metrics()["memory_held_bytes"] == held
-    monkeypatch.undo()
+@pytest.mark.parametrize(
+    ("before", "now", "offloads", "occupied"),
+    [((CPU, RESIDENT), (RESIDENT, CPU), False, 0), ((STREAMED,), (RESIDENT,), True, 9 * PAGE)],
+    ids=["one subgroup comes, another leaves and has no home", "state fits, its offloaded gradient does not"],
+)
+def test_a_step_for_which_the_host_has_no_room_is_as_if_it_had_not_been(
+    before: Sequence[Placement],
+    now: Sequence[Placement],
+    offloads: bool,
+    occupied: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was to arrive is not taken for state, and what came is given back once."""
+    policy, others = Chosen(*before), Amount()
+    device = EmulatedDevice(FAST, 20 * PAGE if occupied else 10**9, others)
+    parameter, twin = (nn.Parameter(torch.ones(len(now) * PAGE, dtype=torch.bfloat16)) for _ in range(2))
+    settings = {"policy": policy, "device": device, "subgroup_size": PAGE, "offload_gradients": offloads}
+    optimizer, reference = DOSAdam([parameter], **settings), DOSAdam([twin])
     step(parameter, optimizer)
-    step(other, reference)
-    assert bits([parameter]) == bits([other])
-    assert bits([optimizer.state[parameter]["exp_avg"]]) == bits([reference.state[other]["exp_avg"]])
+    policy.now, others.nbytes, held = now, occupied, device.usage().held
+    plan_anew(optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "available_bytes", lambda: 0)
+        with pytest.raises(MemoryError):
+            step(parameter, optimizer)
+    assert device.usage().held == held
+    optimizer.step()
+    for _ in range(2):
+        step(twin, reference)
+    assert bits([parameter, *optimizer.state[parameter].values()]) == bits([twin, *reference.state[twin].values()])
 
 
 @pytest.mark.parametrize("size", [PAGE, PAGE // 2, 3 * PAGE // 4])
@@ -86,19 +96,6 @@ def test_parameters_on_the_host_are_asked_for_once(monkeypatch: pytest.MonkeyPat
     optimizer.add_param_group({"params": nn.Parameter(torch.ones(10))})
 
 
-def test_offloading_without_memory_takes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter, optimizer = started("cpu", offload_gradients=True)
-    other, reference = started("cpu")
-    parameter.grad = torch.ones_like(parameter)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
-    with pytest.raises(MemoryError):
-        optimizer.step()
-    monkeypatch.undo()
-    optimizer.step()
-    step(other, reference, 1.0)
-    assert bits([parameter]) == bits([other])
-
-
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
 def test_staging_that_was_widened_counts_once() -> None:
     parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
@@ -109,25 +106,6 @@ def test_staging_that_was_widened_counts_once() -> None:
         parameter.grad = torch.ones(PAGE, dtype=dtype)
         optimizer.step()
     assert optimizer.metrics()["host_held_bytes"] == (10 + 2 + 4) * PAGE
-
-
-def test_what_came_and_found_no_slot_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """State fits, its offloaded gradient does not, and the host has no room for new parameters."""
-    occupied = [0]
-    parameter = nn.Parameter(torch.ones(PAGE, dtype=torch.bfloat16))
-    device = EmulatedDevice(FAST, 20 * PAGE, lambda: occupied[0])
-    policy = Chosen(STREAMED)
-    optimizer = DOSAdam([parameter], policy=policy, subgroup_size=PAGE, offload_gradients=True, device=device)
-    step(parameter, optimizer)
-    policy.now, occupied[0] = (RESIDENT,), 9 * PAGE
-    plan_anew(optimizer)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 0)
-    with pytest.raises(MemoryError):
-        step(parameter, optimizer)
-    assert device.usage().held == 0
-    monkeypatch.undo()
-    optimizer.step()
-    assert optimizer.state[parameter]["step"] == 2
 
 
 def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
@@ -146,7 +124,7 @@ def test_homes_are_pinned_part_by_part_before_state_leaves() -> None:
     parts = 4 * (3 + 1)  # three fields and a gradient
     assert [pins(5 * each - i) for i in range(parts + 2)] == [1] * parts + [0] * 2
     assert pins(2 * each) == 0
-    assert optimizer.plan().placements.count(RESIDENT) == 2  # type: ignore[union-attr]
+    assert optimizer.plan().placements.count(RESIDENT) == 2
     assert pins(2 * each) == 0
 
 
@@ -165,3 +143,50 @@ def test_pinning_that_lasts_tells_how_far_it_is(
         told = [r.message for r in caplog.records if r.name == "dos.state.host_store"]
         assert len(told) == lines
     assert told[0] == "pinning host memory for optimizer state, once: 0 of 0 GiB after 6 s"
+
+
+Short = tuple[Callable[[pytest.MonkeyPatch, Training], None], type[Exception], str]
+
+
+def host_has(bytes_per_parameter: int) -> Short:
+    """Less than state and staging take."""
+
+    def shorten(patch: pytest.MonkeyPatch, training: Training) -> None:
+        there = bytes_per_parameter * sum(p.numel() for p in training.model.parameters())
+        patch.setattr(host_memory, "available_bytes", lambda: there)
+
+    return shorten, MemoryError, r"optimizer state \(DOSAdam\) needs 0\.00 GiB of host memory"
+
+
+def disk_is_full(patch: pytest.MonkeyPatch, training: Training) -> None:
+    patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+
+DISK_IS_FULL: Short = (disk_is_full, OSError, r"dos_disk.*: state needs \d+ more bytes on disk, found 0 free")
+
+
+@pytest.mark.parametrize(
+    ("call", "program", "short"),
+    [
+        *(("first step", program, host_has(0)) for program in (HOST, ON_CPU, ATTACHED, OFFLOADED, HALF)),
+        ("first step, gradients by hand", OFFLOADED, host_has(0)),
+        ("first step", HOST, host_has(6)),
+        ("first step", ON_CPU, host_has(10)),
+        ("first step", DISK, DISK_IS_FULL),
+    ],
+)
+def test_without_room_for_state_nothing_has_changed_and_training_goes_on_with_more(
+    call: str, program: Program, short: Short
+) -> None:
+    before, after, later = undisturbed(program, call)
+    training, (shorten, error, said) = started(program, CALLS[call]), short
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch, training)
+        for _ in range(2):
+            with pytest.raises(error, match=said):
+                training.optimizer.step()
+    assert training.read() == before
+    assert program is HOST or training.device.usage().held == 0
+    training.optimizer.step()
+    assert training.read() == after
+    assert go_on(training) == later

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -194,29 +194,25 @@ def test_an_attached_model_is_updated_in_the_order_of_use() -> None:
     assert sent == [module.weight.nbytes for module in (model.read, model.first, model.second)] * 2
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda m, o: m.state_dict().values(),
-        lambda m, o: m[0].state_dict().values(),
-        lambda m, o: copy.deepcopy(m).parameters(),
-        lambda m, o: copy.deepcopy(m[0]).parameters(),
-        lambda m, o: pickle.loads(pickle.dumps(m)).parameters(),
-        lambda m, o: copy.deepcopy((m, o))[0].parameters(),
-        lambda m, o: (o.synchronize(), m.parameters())[1],
-        lambda m, o: (o.state_dict(), m.parameters())[1],
-        lambda m, o: (o.state.values(), m.parameters())[1],
-        lambda m, o: (m.eval()(torch.ones(1, 24)), m.parameters())[1],
-        lambda m, o: (o.attach(m[3]), m.parameters())[1],
-    ],
-    ids=[
-        "state_dict", "state_dict of a part", "deepcopy", "deepcopy of a part", "pickle", "deepcopy of both",
-        "synchronize", "optimizer.state_dict", "optimizer.state.values", "evaluation", "attaching a part",
-    ],
-)  # fmt: skip
-def test_everything_that_reads_parameters_waits(read) -> None:
+READS: dict[str, Callable[[nn.Sequential, DOSAdam], Iterable[Tensor]]] = {
+    "state_dict": lambda m, o: m.state_dict().values(),
+    "state_dict of a part": lambda m, o: m[0].state_dict().values(),
+    "deepcopy": lambda m, o: copy.deepcopy(m).parameters(),
+    "deepcopy of a part": lambda m, o: copy.deepcopy(m[0]).parameters(),
+    "pickle": lambda m, o: pickle.loads(pickle.dumps(m)).parameters(),
+    "deepcopy of both": lambda m, o: copy.deepcopy((m, o))[0].parameters(),
+    "synchronize": lambda m, o: (o.synchronize(), m.parameters())[1],
+    "optimizer.state_dict": lambda m, o: (o.state_dict(), m.parameters())[1],
+    "optimizer.state.values": lambda m, o: (o.state.values(), m.parameters())[1],
+    "evaluation": lambda m, o: (m.eval()(torch.ones(1, 24)), m.parameters())[1],
+    "attaching a part": lambda m, o: (o.attach(m[3]), m.parameters())[1],
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_everything_that_reads_parameters_waits(how: str) -> None:
     model, optimizer, expected = attached_after_a_step()
-    got = bits(read(model, optimizer))
+    got = bits(READS[how](model, optimizer))
     assert got == expected[: len(got)]
 
 

@@ -24,6 +24,7 @@ from tests.support.fake_cuda import (
     install,
     use_virtual_time,
 )
+from tests.support.inside import session_of, state_on_device
 from tests.support.training import bits, mlp
 
 
@@ -94,7 +95,8 @@ def test_steps_on_the_device_end_with_their_optimizer(runtime: Runtime) -> None:
     was, waits = bits([parameter]), runtime.waits
     optimizer.zero_grad(set_to_none=False)
     assert runtime.waits == waits
-    optimizer._session._end_last_step()  # as the next backward does
+    parameter.grad = torch.ones(8)
+    (0 * parameter).sum().backward()  # which ends the last step
     del optimizer
     assert bits([parameter]) != was
 
@@ -163,7 +165,7 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     for _ in range(2):
         backward()
         optimizer.step()
-    assert optimizer._session.unfinished
+    assert session_of(optimizer).unfinished
     runtime.capturing = True
     with pytest.raises(RuntimeError, match="before the capture"):
         model(torch.ones(2, 24))
@@ -178,7 +180,7 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     backward()
     runtime.capturing = False
     optimizer.step()
-    assert not optimizer._session.unfinished, "what a replay reads is there"
+    assert not session_of(optimizer).unfinished, "what a replay reads is there"
 
 
 def test_gradients_leave_no_more_once_a_backward_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +214,7 @@ def test_slots_are_given_back_when_step_returns(runtime: Runtime, monkeypatch: p
     for _ in range(3):
         model(torch.ones(2, 24)).sum().backward()
         optimizer.step()
-        held.append(optimizer._session.ledger.stores.device.nbytes)
+        held.append(state_on_device(optimizer))
     assert held == [0, 0, 0]
 
 
@@ -248,7 +250,7 @@ def test_the_device_says_how_long_the_model_computes(
             optimizer.synchronize()
             assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
         optimizer.zero_grad()
-    pace = optimizer._session.decisions.pace
+    pace = session_of(optimizer).decisions.pace
     assert pace.backward.seconds == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
     assert pace.forward.seconds == pytest.approx(0.08, abs=0.01), "until the first of them"
 

@@ -26,8 +26,9 @@ from tests.support.fake_cuda import (
     install,
     queue_gradients,
 )
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.training import bits, mlp, plan_anew, train
+from tests.support.training import bits, mlp, train
 
 
 def trained(
@@ -60,7 +61,7 @@ def trained(
 
     unchanged: list[bool] = []
     settings = {"lr": 1e-2, "device": device, "subgroup_size": 300, **options}
-    optimizer = DOSAdam(model.parameters(), **settings)  # type: ignore[arg-type]
+    optimizer = DOSAdam(model.parameters(), **settings)
     if attached:
         optimizer.attach(model)
     losses = train(model, optimizer, steps, before_step=backward_is_issued)

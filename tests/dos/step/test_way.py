@@ -44,7 +44,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[list[CodeType]]:
     class Watched:
         def __getattr__(self, name: str) -> Callable[..., object]:
             seen.append(calls_of_ours())
-            return getattr(native, name)  # type: ignore[no-any-return]
+            return getattr(native, name)
 
     monkeypatch.setattr(update, "_adam", Watched())
     return seen

@@ -43,8 +43,8 @@ class Asking(torch.optim.AdamW):
         found = calling_scaler()
         assert found is not None, CHANGED
         self.scaler = found.scaler
-        assert self.grad_scale in (None, found.scaler.get_scale()), CHANGED  # type: ignore[attr-defined]
-        assert self.found_inf == sum(found.found_inf.values()), CHANGED  # type: ignore[attr-defined]
+        assert self.grad_scale in (None, found.scaler.get_scale()), CHANGED
+        assert self.found_inf == sum(found.found_inf.values()), CHANGED
         found.set_found_inf(self.infinite)
 
     def state_dict(self) -> Any:

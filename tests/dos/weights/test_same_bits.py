@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dos import DOSAdam
 from tests.support.activations import Net
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
 from tests.support.training import FAST, bits, everything
@@ -108,85 +112,122 @@ class Layers(nn.Module):
         return self.last(x)
 
 
-def frozen(model: Net) -> None:
+def frozen(run: Any) -> Net:
     """Whole blocks, parts of one, and what comes before all."""
+    model = net(run=run)
     for part in (model.blocks[0], model.blocks[3], model.blocks[4].both, model.first):
         part.requires_grad_(False)
+    return model
 
 
-def tied(model: Net) -> None:
+def tied(run: Any) -> Net:
     """Between blocks, within one, and a block that is there twice."""
+    model = net(run=run)
     model.blocks[3].out.weight = model.blocks[1].out.weight
     model.blocks[2].out.bias = model.blocks[2].bias = nn.Parameter(torch.zeros_like(model.blocks[2].out.bias))
     model.blocks[5] = model.blocks[4]
+    return model
 
 
-@pytest.mark.parametrize("change", [frozen, tied])
-@pytest.mark.parametrize("run", RUNS)
+class Pairs(nn.Module):
+    """Two blocks in one checkpoint: the first is recomputed, waits, and is there in backward. One is frozen."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.net, self.run = net(), run
+        self.net.blocks[2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.first(x)
+        for i in range(0, 6, 2):
+            x = self.run(nn.Sequential(self.net.blocks[i], self.net.blocks[i + 1]), x)
+        return self.net.last(x)
+
+
+class Recurrent(nn.Module):
+    """Its modules keep a list of their weights."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.layers = nn.ModuleList(nn.GRU(24, 24, batch_first=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None].expand(-1, 4, -1)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("build", "run"), [*itertools.product((frozen, tied), RUNS), (Pairs, RUNS[2]), (Recurrent, RUNS[0])]
+)
 @pytest.mark.parametrize("weights", [0, 2])
-def test_frozen_and_tied_parameters(change: Any, run: Any, weights: int) -> None:
+def test_models_of_other_kinds(build: Callable[[Any], nn.Module], run: Any, weights: int) -> None:
+    assert trained(build(run), weights) == trained(build(run), None)
+
+
+def two_forwards(order: str, model: Any, optimizer: DOSAdam) -> None:
+    """No gradient counts as final too early: both forwards add to it."""
+    for step in range(3):
+        one, other = loss(model, 2 * step), loss(model, 2 * step + 1)
+        for each in {"together": [one + other], "first": [one, other], "last": [other, one]}[order]:
+            each.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluation(model: Any, optimizer: DOSAdam) -> list[Tensor]:
     found = []
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        model.eval()
+        with torch.no_grad():
+            found.append(model(inputs(5, model)))
+        with torch.inference_mode():
+            found.append(model(inputs(6, model)).clone())
+        model.train()
+    return found
+
+
+def writes_to_homes(model: Any, optimizer: DOSAdam) -> None:
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        optimizer.synchronize()
+        with torch.no_grad():
+            model.blocks[2].out.weight.mul_(0.5)
+            model.blocks[3].bias.add_(1)
+
+
+def writes_between_micro_batches(model: Any, optimizer: DOSAdam) -> None:
+    """The home is fetched anew."""
+    loss(model, 0).backward()
+    with torch.no_grad():
+        model.blocks[0].both.weight.mul_(0.5)
+    loss(model, 1).backward()
+    optimizer.step()
+
+
+def memory_is_released(model: Any, optimizer: DOSAdam) -> None:
+    for step in range(3):
+        train(model, optimizer, 1, first=step)
+        optimizer.release_memory()
+
+
+LOOPS = [evaluation, writes_to_homes, writes_between_micro_batches, memory_is_released]
+TWICE = [functools.partial(two_forwards, order) for order in ("together", "first", "last")]
+
+
+@pytest.mark.parametrize(
+    ("loop", "run", "weights"), [*itertools.product(LOOPS, RUNS[:1], (0, 3)), *itertools.product(TWICE, RUNS, (0,))]
+)
+def test_loops_of_other_kinds(loop: Callable[..., list[Tensor] | None], run: Any, weights: int) -> None:
+    ends = []
     for each in (weights, None):
         model = net(run=run)
-        change(model)
-        found.append(trained(model, each))
-    assert found[0] == found[1]
-
-
-def test_two_blocks_in_one_checkpoint() -> None:
-    """The first of them is recomputed, waits for the second, and is still there in backward. One is frozen."""
-
-    class Pairs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-            self.net.blocks[2].requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.net.first(x)
-            for i in range(0, 6, 2):
-                pair = nn.Sequential(self.net.blocks[i], self.net.blocks[i + 1])
-                x = RUNS[2](pair, x)
-            return self.net.last(x)
-
-    assert trained(Pairs(), 0) == trained(Pairs(), None)
-
-
-@pytest.mark.parametrize("order", ["together", "first", "last"])
-@pytest.mark.parametrize("run", RUNS)
-def test_two_forwards_before_a_backward(order: str, run: Any) -> None:
-    """No gradient counts as final too early: both forwards add to it."""
-
-    def train_twice(weights: Any) -> list[bytes]:
-        model = net(run=run)
-        optimizer = start(model, weights)
-        for step in range(3):
-            one, other = loss(model, 2 * step), loss(model, 2 * step + 1)
-            for each in {"together": [one + other], "first": [one, other], "last": [other, one]}[order]:
-                each.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return everything(model, optimizer)
-
-    assert train_twice(0) == train_twice(None)
-
-
-@pytest.mark.parametrize("weights", [0, 3])
-def test_evaluation_between_steps(weights: int) -> None:
-    def evaluated(weights: Any) -> list[bytes]:
-        model, found = net(), []
-        optimizer = start(model, weights)
-        for step in range(3):
-            train(model, optimizer, 1, first=step)
-            model.eval()
-            with torch.no_grad():
-                found.append(model(inputs(5, model)))
-            with torch.inference_mode():
-                found.append(model(inputs(6, model)).clone())
-            model.train()
-        return bits(found) + everything(model, optimizer)
-
-    assert evaluated(weights) == evaluated(None)
+        optimizer = start(model, each, policy="adaptive" if weights else "cpu", profile=FAST)
+        ends.append([*bits(loop(model, optimizer) or []), *everything(model, optimizer)])
+    assert ends[0] == ends[1]
 
 
 def test_checkpoints_go_into_another_number_of_blocks() -> None:
@@ -223,50 +264,6 @@ def test_attached_again_with_another_number_of_blocks() -> None:
     train(model, optimizer, 2, first=3)
     train(other, reference, 2, first=3)
     assert everything(model, optimizer) == everything(other, reference)
-
-
-def test_user_code_writes_to_weights_at_home() -> None:
-    def written(weights: Any) -> list[bytes]:
-        model = net()
-        optimizer = start(model, weights)
-        for step in range(3):
-            train(model, optimizer, 1, first=step)
-            optimizer.synchronize()
-            with torch.no_grad():
-                model.blocks[2].out.weight.mul_(0.5)
-                model.blocks[3].bias.add_(1)
-        return everything(model, optimizer)
-
-    assert written(0) == written(None)
-
-
-def test_memory_is_released_between_steps() -> None:
-    def released(weights: Any) -> list[bytes]:
-        model = net()
-        optimizer = start(model, weights, policy="adaptive", profile=FAST)
-        for step in range(3):
-            train(model, optimizer, 1, first=step)
-            optimizer.release_memory()
-        return everything(model, optimizer)
-
-    assert released(0) == released(None)
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.default_generator.manual_seed(0)
-        self.layers = nn.ModuleList(nn.GRU(24, 24, batch_first=True) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, None].expand(-1, 4, -1)
-        for layer in self.layers:
-            x, _ = layer(x)
-        return x
-
-
-def test_modules_that_keep_a_list_of_their_weights() -> None:
-    assert trained(Recurrent(), 0) == trained(Recurrent(), None)
 
 
 @pytest.mark.parametrize("run", RUNS)

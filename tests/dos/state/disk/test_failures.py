@@ -1,17 +1,15 @@
-"""What goes wrong on disk in training: it is said with a remedy, and no torn state is used; what users ask too much."""
+"""What goes wrong on disk in training: it is said with a remedy, and no torn state is used; what users ask too much.
+
+`step/test_faults.py` has transfers that fail at random.
+"""
 
 from __future__ import annotations
 
 import copy
 import errno
-import gc
-import random
 import re
-import shutil
-import weakref
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +18,25 @@ from torch import nn
 
 from dos import DOSAdam
 from dos.state.disk import DiskError, DiskSpace, Extent
-from dos.state.disk import files as files_module
-from dos.state.disk import space as space_module
-from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk, change, dos_adam, fail_at, files, truncate, wide
+from tests.support.disk import (
+    SMALL,
+    TWO_WINDOWS,
+    Transfer,
+    bytes_on_disk,
+    change,
+    dos_adam,
+    fail_at,
+    files,
+    replace_transfer,
+    truncate,
+    wide,
+)
 from tests.support.programs import REFUSED
-from tests.support.training import backward, bits, everything, mlp, train
+from tests.support.training import backward, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 LOST = "load the last checkpoint"
-FULL = shutil._ntuple_diskusage(0, 0, 0)  # type: ignore[attr-defined]
-POLICIES = ["cpu", "stride:2", 0.5]
 
 
 def started(disk: Path, steps: int = 2, **settings: Any) -> tuple[nn.Module, DOSAdam]:
@@ -57,26 +63,75 @@ def assert_refuses(optimizer: DOSAdam) -> None:
     optimizer.synchronize()
 
 
-def causes(error: BaseException | None) -> list[str]:
-    """What an error and those that led to it say."""
-    return [] if error is None else [str(error), *causes(error.__cause__)]
+Fault = Callable[[Path, pytest.MonkeyPatch], str]
+"""What goes wrong with the state in a folder from now on; what is to be said then."""
+
+
+def fails(name: str, at: int) -> Fault:
+    """The read or write of this number."""
+
+    def fault(folder: Path, patch: pytest.MonkeyPatch) -> str:
+        fail_at(patch, name, at, DiskError(errno.EIO, "the cable came off"))
+        return "the cable came off"
+
+    return fault
+
+
+def is_foreign(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    (file,) = files(folder)
+    change(file, 0, b"x" * file.stat().st_size)
+    return f"{file}: .*something else.*{LOST}"
+
+
+def is_truncated(folder: Path, patch: pytest.MonkeyPatch) -> str:
+    (file,) = files(folder)
+    truncate(file, 0)
+    return f"{file}: .*{LOST}"
 
 
 @pytest.mark.parametrize(
-    ("policy", "attach", "name", "at"),
-    [("cpu", False, "read", 1), ("cpu", True, "write", 3), ("stride:2", True, "read", 2), (0.5, False, "write", 1)],
+    ("policy", "attach", "fault", "read"),
+    [
+        ("cpu", False, fails("read", 1), ""),
+        ("cpu", True, fails("write", 3), ""),
+        ("stride:2", True, fails("read", 2), ""),
+        (0.5, False, fails("write", 1), ""),
+        ("stride:2", False, is_truncated, ""),
+        (0.5, False, is_foreign, ""),
+        *(("cpu", False, is_foreign, read) for read in ("", "one entry", "all", "all, and writes")),
+    ],
 )
-def test_a_step_that_fails_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, name: str, at: int
+def test_a_step_that_fails_on_disk_says_so_and_refuses_what_comes_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float, attach: bool, fault: Fault, read: str
 ) -> None:
+    """In the first line that users see. read: what user code has read by then."""
     model, optimizer = started(tmp_path, policy=policy)
     if attach:
         optimizer.attach(model)
-    fail_at(monkeypatch, name, at, OSError(errno.EIO, "the cable came off"))
-    with pytest.raises((RuntimeError, OSError)) as caught:
+    if read:
+        first = next(model.parameters())
+        entry = optimizer.state[first] if read == "one entry" else optimizer.state_dict()["state"][0]
+        if read == "all, and writes":
+            entry["exp_avg"].mul_(2)
+    said = fault(tmp_path, monkeypatch)
+    with pytest.raises((RuntimeError, OSError), match=said):
         go_on(model, optimizer)
-    assert any("the cable came off" in said for said in causes(caught.value))
     assert_refuses(optimizer)
+
+
+@pytest.mark.parametrize("fault", [fails("write", 2), is_foreign, is_truncated])
+def test_state_that_cannot_be_read_or_written_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    """What windows have is written then. After that has failed, it can be tried again."""
+    pair, twins = started(tmp_path / "one"), started(tmp_path / "other")
+    said = fault(tmp_path / "one", monkeypatch)
+    with pytest.raises(DiskError, match=said):
+        pair[1].state_dict()
+    if fault not in (is_foreign, is_truncated):
+        for each in (pair, twins):
+            train(*each, 1, first_step=2)
+        assert everything(*pair) == everything(*twins)
 
 
 def test_the_message_of_a_failed_write_says_whether_to_try_again(
@@ -84,12 +139,13 @@ def test_the_message_of_a_failed_write_says_whether_to_try_again(
 ) -> None:
     """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
     model, optimizer = started(tmp_path)
-    real = space_module._adam.transfer
 
-    def transfer(write: bool, requests: Any, threads: int) -> Any:
-        return ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+    def refuses(real: Transfer) -> Transfer:
+        return lambda write, requests, threads: (
+            ([0] * len(requests), 0, 0, errno.EIO) if write else real(write, requests, threads)
+        )
 
-    monkeypatch.setattr(space_module, "_adam", SimpleNamespace(transfer=transfer))
+    replace_transfer(monkeypatch, refuses)
     with pytest.raises(DiskError, match="in memory yet: try again, or, where a step has failed part way, load the"):
         optimizer.state_dict()
     with pytest.raises(RuntimeError, match=r"step failed part way .*where a step has failed part way, load the last"):
@@ -128,52 +184,6 @@ def test_a_backward_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert bytes_on_disk(tmp_path) > 0
 
 
-def test_reading_state_that_fails_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What windows have is written then; it can be tried again."""
-    pair, twins = started(tmp_path), started(tmp_path)
-    fail_at(monkeypatch, "write", 2, DiskError(errno.EIO, "the cable came off"))
-    with pytest.raises(DiskError, match="the cable came off"):
-        pair[1].state_dict()
-    for each in (pair, twins):
-        train(*each, 1, first_step=2)
-    assert everything(*pair) == everything(*twins)
-
-
-@pytest.mark.parametrize(
-    ("policy", "truncated", "before", "moment"),
-    [
-        ("cpu", False, "", "training"),
-        ("stride:2", True, "", "training"),
-        (0.5, False, "", "training"),
-        ("cpu", False, "", "saving"),
-        ("cpu", True, "", "saving"),
-        ("cpu", False, "one entry", "training"),
-        ("cpu", False, "all", "training"),
-        ("cpu", False, "all, and writes", "training"),
-    ],
-)
-def test_contents_that_are_not_ours(
-    tmp_path: Path, policy: str | float, truncated: bool, before: str, moment: str
-) -> None:
-    """The file and what to do are named in the first line that users see. before: what user code has read by then."""
-    model, optimizer = started(tmp_path, policy=policy)
-    if before:
-        first = next(model.parameters())
-        entry = optimizer.state[first] if before == "one entry" else optimizer.state_dict()["state"][0]
-        if before == "all, and writes":
-            entry["exp_avg"].mul_(2)
-    (file,) = files(tmp_path)
-    if truncated:
-        truncate(file, 0)
-    else:
-        change(file, 0, b"x" * file.stat().st_size)
-    with pytest.raises((RuntimeError, OSError), match=rf"{file}: .*{LOST}") as caught:
-        optimizer.state_dict() if moment == "saving" else go_on(model, optimizer)
-    assert truncated or "something else" in str(caught.value)
-    if moment == "training":
-        assert_refuses(optimizer)
-
-
 def test_one_entry_shows_its_own_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else is read from disk for it."""
     model, optimizer = started(tmp_path)
@@ -203,27 +213,6 @@ def test_a_folder_that_is_named_from_a_folder_which_is_left(tmp_path: Path, monk
     del copied
 
 
-def test_a_disk_that_is_full_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has happened then, and training goes on once there is room."""
-    model, twin = wide(), wide()
-    optimizer = dos_adam(model.parameters(), tmp_path)
-    backward(model, 0)
-    before = bits(model.parameters())
-    monkeypatch.setattr(files_module.shutil, "disk_usage", lambda _: FULL)
-    for _ in range(2):
-        with pytest.raises(OSError, match=r"state needs \d+ more bytes on disk, found 0 free") as caught:
-            optimizer.step()
-        assert caught.value.errno == errno.ENOSPC
-        assert str(tmp_path) in str(caught.value)
-    assert bits(model.parameters()) == before
-    monkeypatch.undo()
-    optimizer.step()
-    backward(twin, 0)
-    other = dos_adam(twin.parameters(), None)
-    other.step()
-    assert everything(model, optimizer) == everything(twin, other)
-
-
 @pytest.mark.parametrize(("offload", "nbytes"), [(False, 20_000), (True, 20_000), (True, 6 * 20_400)])
 def test_a_budget_that_holds_no_two_windows(tmp_path: Path, offload: bool, nbytes: int) -> None:
     """Beside gradients, if those have to be there. What the message says is enough."""
@@ -250,67 +239,3 @@ def test_a_budget_that_is_too_small_for_what_joins(tmp_path: Path, policy: str) 
     optimizer.add_param_group({"params": weights[1:], "amsgrad": True})
     optimizer.step()
     assert optimizer.state[weights[1]]["step"] == 1
-
-
-def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
-    """Without the garbage collector, and whatever users still hold of its state."""
-    model = wide()
-    optimizer = dos_adam(model.parameters(), tmp_path, policy="stride:2")
-    optimizer.attach(model)
-    train(model, optimizer, 2)
-    views = [entry["exp_avg"] for entry in optimizer.state.values()]
-    train(model, optimizer, 1, first_step=2)
-    gone = weakref.ref(optimizer)
-    gc.disable()
-    try:
-        del optimizer
-        assert gone() is None
-        assert not files(tmp_path)
-    finally:
-        gc.enable()
-    assert all(view.isfinite().all() for view in views)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_failures_of_reads_and_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | float
-) -> None:
-    """A step is whole, has not happened, or is refused; what is read is what a whole number of steps has made."""
-    monkeypatch.setattr(space_module, "_REQUEST_BYTES", 4096)
-    whole = []
-    twin = wide()
-    other = dos_adam(twin.parameters(), None)
-    for step in range(5):
-        train(twin, other, 1, first_step=step)
-        whole.append(everything(twin, other))
-    outcomes = Counter[str]()
-    real = space_module._adam.transfer
-    drawn = random.Random(1)
-    for _ in range(12):
-        model = wide()
-        optimizer = dos_adam(model.parameters(), tmp_path, policy=policy)
-        asked, at = [0], drawn.randint(1, 60)
-
-        def transfer(write: bool, requests: Any, threads: int, asked: list[int] = asked, at: int = at) -> Any:
-            asked[0] += 1
-            if asked[0] == at:
-                half = requests[: len(requests) // 2]
-                real(write, half, threads)
-                return [0] * len(requests), len(half), 0, errno.EIO
-            return real(write, requests, threads)
-
-        monkeypatch.setattr(space_module._adam, "transfer", transfer)
-        step = 0
-        try:
-            for step in range(5):
-                train(model, optimizer, 1, first_step=step)
-            assert everything(model, optimizer) == whole[4]
-            outcomes["unharmed"] += 1
-        except (OSError, RuntimeError):
-            outcomes["raised"] += 1
-            try:
-                assert everything(model, optimizer) in whole
-            except (OSError, RuntimeError):
-                outcomes["refused"] += 1
-        monkeypatch.setattr(space_module._adam, "transfer", real)
-    assert outcomes["raised"] > 2

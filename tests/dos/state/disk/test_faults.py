@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,22 @@ import pytest
 from dos.state.disk import PAGE, DiskError, DiskSpace
 from dos.state.disk import files as files_module
 from dos.state.disk import space as space_module
-from tests.support.disk import change, files, pages, reads, truncate
+from tests.support.disk import (
+    Requests,
+    Result,
+    Transfer,
+    change,
+    files,
+    pages,
+    read_through_cache,
+    reads,
+    replace_transfer,
+    truncate,
+)
 
 SIZE = 16 * PAGE
 SECTOR = 512
 REMEDY = "load the last checkpoint"
-Requests = Sequence[tuple[int, int, int, int]]
-Result = tuple[list[int], int, int, int]
 
 
 @pytest.fixture
@@ -45,16 +54,18 @@ def files_no_larger_than(nbytes: int) -> Iterator[None]:
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Requests]]:
     """Lets the first transfers end in these ways, the others be. The list of all."""
-    real = space_module._adam.transfer
 
     def install(*results: tuple[int, int, int]) -> list[Requests]:
         left, seen = list(results), []
 
-        def transfer(write: bool, requests: Requests, threads: int) -> Result:
-            seen.append(requests)
-            return ([0] * len(requests), *left.pop(0)) if left else real(write, requests, threads)
+        def replaced(real: Transfer) -> Transfer:
+            def transfer(write: bool, requests: Requests, threads: int) -> Result:
+                seen.append(requests)
+                return ([0] * len(requests), *left.pop(0)) if left else real(write, requests, threads)
 
-        monkeypatch.setattr(space_module, "_adam", SimpleNamespace(transfer=transfer))
+            return transfer
+
+        replace_transfer(monkeypatch, replaced)
         return seen
 
     return install
@@ -98,7 +109,7 @@ def test_a_drive_that_is_full_in_the_middle_of_a_write(space: DiskSpace, rest: i
     """The system writes what there is room for, and refuses the rest. Here by the limit of file sizes."""
     (extent,) = space.allocate([SIZE])
     if not direct:
-        space._files[0].refused(space._files[0].fd, errno.EINVAL)
+        read_through_cache(space)
     with files_no_larger_than(5 * PAGE + rest), pytest.raises(DiskError, match="File too large") as caught:
         space.write(extent, pages(SIZE, 1))
     assert caught.value.errno == errno.EFBIG
@@ -115,7 +126,7 @@ def test_a_drive_that_is_full_in_the_middle_of_a_write(space: DiskSpace, rest: i
 def test_a_truncated_file(space: DiskSpace, tmp_path: Path, size: int, direct: bool) -> None:
     (extent,) = space.allocate([SIZE])
     if not direct:
-        space._files[0].refused(space._files[0].fd, errno.EINVAL)
+        read_through_cache(space)
     space.write(extent, contents := pages(SIZE, 1))
     (file,) = files(tmp_path)
     truncate(file, size)
@@ -272,7 +283,8 @@ def test_after_closing_nothing_is_written(tmp_path: Path) -> None:
     """A descriptor of the same number may be another file's by then."""
     space = DiskSpace([tmp_path])
     (extent,) = space.allocate([SIZE])
-    numbers = {space._files[0].fd, space._files[0].buffered}
+    file = extent.pieces[0].file
+    numbers = {file.fd, file.buffered}
     space.close()
     with (tmp_path / "one").open("w+b", buffering=0) as one, (tmp_path / "two").open("w+b", buffering=0) as two:
         assert numbers <= {one.fileno(), two.fileno()}

@@ -25,6 +25,7 @@ from perfmodel.tasks import SubgroupState
 from tests.support.devices import LateDevice
 from tests.support.disk import SMALL, STATE_BYTES, TWO_WINDOWS, bytes_on_disk, dos_adam, fail_at, wide
 from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
+from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import all_in
 from tests.support.training import (
     FAST,
@@ -35,7 +36,6 @@ from tests.support.training import (
     leaving_early,
     maker,
     mlp,
-    plan_anew,
     train,
 )
 
@@ -53,7 +53,6 @@ def test_nothing_is_on_disk_if_the_host_has_room(tmp_path: Path, loads: bool) ->
         optimizer.load_state_dict(donor.state_dict())
     train(model, optimizer, 2)
     plan = optimizer.plan()
-    assert plan is not None
     assert not plan.on_disk
     assert not {Op.READ, Op.WRITE} & {span.op for span in optimizer.timeline().spans}
 
@@ -71,7 +70,7 @@ def test_an_optimizer_spills_for_what_another_took(tmp_path: Path, monkeypatch: 
             *rest, last = model.parameters()
             joins = state == "joined by more"
             optimizer = dos_adam([last] if joins else model.parameters(), disk, host_memory=None)
-            held.add(optimizer._session.registry.host_store)
+            held.add(session_of(optimizer).registry.host_store)
             pairs.append((model, optimizer))
             if joins:
                 train(model, optimizer, 1)
@@ -152,7 +151,6 @@ def test_room_on_disk_goes_back_once_state_has_come_home_for_good(tmp_path: Path
     optimizer = dos_adam(model.parameters(), tmp_path, policy=policy, host_memory=host_memory)
     train(model, optimizer, 3)
     plan = optimizer.plan()
-    assert plan is not None
     assert plan.on_disk
     before = optimizer.metrics()["disk_held_bytes"]
     residents |= {i for i in range(len(plan)) if i not in plan.on_disk}
@@ -364,7 +362,7 @@ def test_homes_of_what_comes_to_the_device_are_given_back_by_steps_that_only_que
     parameter = nn.Parameter(torch.ones(16384))
     settings = {"subgroup_size": 2048, "disk": tmp_path, "host_memory": 1_000_000}
     resident = functools.partial(all_in, Placement.GPU_RESIDENT)
-    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy=resident, **settings)  # type: ignore[arg-type]
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), policy=resident, **settings)
     held = []
     for step in range(4):
         parameter.grad = torch.ones_like(parameter)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dos.state.disk import PAGE, DiskError, DiskSpace, Extent, watch
 from dos.state.disk import space as space_module
-from tests.support.disk import change, files, pages, reads
+from tests.support.disk import change, files, give_rates, pages, read_through_cache, reads
 
 SIZE = 16 * PAGE
 
@@ -21,11 +21,10 @@ SIZE = 16 * PAGE
 @pytest.fixture(params=["one folder", "three folders", "page cache"])
 def space(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskSpace:
     monkeypatch.setattr(space_module, "_REQUEST_BYTES", 4 * PAGE)
-    monkeypatch.setattr(DiskSpace, "_rate", lambda space, file: 1.0)
+    give_rates(monkeypatch, [1.0] * 3)
     space = DiskSpace([tmp_path / str(i) for i in range(3 if request.param == "three folders" else 1)])
     if request.param == "page cache":
-        for file in space._files:
-            file.fd = file.buffered
+        read_through_cache(space)
     return space
 
 
@@ -164,7 +163,7 @@ def test_writes_of_another_program_are_noticed(space: DiskSpace, user_writes: bo
 def test_a_system_that_does_not_tell_of_other_programs(space: DiskSpace, monkeypatch: pytest.MonkeyPatch) -> None:
     """What differs is taken for user code's, whose writes must count."""
     monkeypatch.setattr(watch._libc, "inotify_init1", lambda flags: -1)
-    folder = space._files[0].folder
+    folder = space.allocate([PAGE])[0].pieces[0].file.folder
     space.close()
     space = DiskSpace([folder])
     (extent,) = space.allocate([SIZE])

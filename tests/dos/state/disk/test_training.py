@@ -15,8 +15,9 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
 from tests.support.devices import LateDevice, jittery_device
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
+from tests.support.inside import plan_anew
 from tests.support.random_plans import RandomPlans
-from tests.support.training import FAST, assert_close_ulp, ended_steps, everything, mlp, plan_anew, train
+from tests.support.training import FAST, assert_close_ulp, ended_steps, everything, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
