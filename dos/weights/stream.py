@@ -194,15 +194,15 @@ class WeightStream:
             self._use_in_backward(block)
         else:
             self._use(block, self._next)
-            watcher = self._watcher()
-            if watcher is not None and block.streams:
-                # Some are read without a module that runs, as where attention reads its projection. Their
-                # versions rise now: autograd would take a later rise for a write to tensors that forward has saved.
-                watcher.finish_parameters([m.parameter for m in block.members])
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
             self._order.append(block)
+        watcher = self._watcher()
+        if watcher is not None and block.streams:
+            # Some are read without a module that runs, as where attention reads its projection. Their versions rise
+            # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
+            watcher.finish_parameters([m.parameter for m in block.members])
         # Read here and not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1

@@ -94,6 +94,46 @@ def test_blocks_with_weights_that_are_read_past_their_modules(policy: Any, size:
     assert run(0) == run(2) == run("auto") == run(None)
 
 
+class Past(nn.Module):
+    """Reads the weights of modules which never run: backward still needs one when it has the other's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(nn.functional.linear(x, part.weight, part.bias))
+        return x
+
+
+class AllPast(nn.Module):
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.blocks, self.run = nn.ModuleList(Past() for _ in range(5)), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functools.reduce(lambda x, block: self.run(block, x), self.blocks, x.requires_grad_())
+
+
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_a_graph_from_before_a_step_is_recomputed_with_weights_that_are_read_past_their_modules(run: Any) -> None:
+    def end(weights: Any) -> list[bytes]:
+        model = AllPast(run)
+        optimizer = start(model, weights)
+        for step in range(3):
+            older = loss(model, 2 * step)
+            loss(model, 2 * step + 1).backward()
+            optimizer.step()
+            older.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert end(0) == end(2) == end(None)
+
+
 class Layers(nn.Module):
     """Large enough for some subgroups of whole pages."""
 
