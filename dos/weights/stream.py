@@ -185,6 +185,8 @@ class WeightStream:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Fetch a block that is about to run, and set its copies."""
         block = self._of[module]
+        if not block.running:
+            check_homes(block)  # also here: user code may call a block by itself, as by torch.func.functional_call
         if self._device.capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured, and its replays would not fetch weights that stream; capture no block "
@@ -214,8 +216,9 @@ class WeightStream:
     def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """Set the homes after a block has run, or has raised, and release the block."""
         block = self._of[module]
-        # Torch calls this also where an earlier hook has raised, and `_before` has not counted.
-        block.running = max(0, block.running - 1)
+        if not block.running:
+            return  # torch calls this also where an earlier hook has raised, or `_before`
+        block.running -= 1
         if block.running:
             return
         block.use_homes()

@@ -110,6 +110,21 @@ def test_exchanged_parameters_are_refused() -> None:
         model(inputs(0, model))
 
 
+def test_exchanged_parameters_of_a_block_that_is_called_by_itself_are_refused() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    block, x = model.blocks[1], torch.zeros(8, 16, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="is another parameter than when its weights began to stream"):
+        torch.func.functional_call(block, {name: 2 * p for name, p in block.named_parameters()}, (x,))
+    train(model, optimizer, 1)
+    block.bias = new = nn.Parameter(torch.ones_like(block.bias))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="is another parameter than when its weights began to stream"):
+            block(x)
+        assert block.bias is new
+
+
 def test_parameters_that_are_unfrozen_later_are_refused() -> None:
     model = net()
     model.blocks[2].out.requires_grad_(False)
