@@ -213,10 +213,12 @@ class SubgroupUpdate:
     def follow(self, state: State) -> None:
         """Let masters in `state`, on the device of the parameters, follow parameters that user code wrote to."""
         if state.master is not None:
-            self._follow(state.master, self._parameter)
+            device = state.master.device
+            # Weights that stream are at home, where no slot has them, while their state may be on the device.
+            self._follow(state.master, lambda piece: self._parameter(piece).to(device))
         elif state.rest is not None:
             for piece in self._with_rests():
-                correct_rest(state.rest[piece.run], self._parameter(piece))
+                correct_rest(state.rest[piece.run], self._parameter(piece).to(state.rest.device))
 
     def _parameter(self, piece: Piece) -> Tensor:
         """Return the piece's parameters on their device, in a slot where they stream."""

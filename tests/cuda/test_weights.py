@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
-from perfmodel import Op
+from perfmodel import Op, Placement
 from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
 from tests.support.inside import plan_anew, session_of
+from tests.support.random_plans import InTurn
 from tests.support.scales import StoppedError, stop
 from tests.support.training import bits
 
@@ -312,6 +313,20 @@ def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:
     current.wait_stream(side)
     there.record_stream(current)
     return here + there
+
+
+def test_what_user_code_writes_to_homes_counts_where_state_moves_home() -> None:
+    def train(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+        for step in range(4):
+            iteration(model, optimizer, step)
+            optimizer.synchronize()
+            with torch.no_grad():
+                for block in model.blocks:
+                    block.weight.mul_(0.5)
+        return []
+
+    plans = InTurn(*[Placement.GPU_RESIDENT] * 3, Placement.CPU)
+    assert trained(train, 0, plans, state_format="float32") == trained(train, None, state_format="float32")
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:1"])
