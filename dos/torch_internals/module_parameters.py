@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +39,10 @@ class WatchedParameters(dict[str, Any]):
     def values(self) -> Any:
         self._before_reading()
         return super().values()
+
+    def __iter__(self) -> Iterator[str]:
+        # Not left out: dict(self), {**self} and copy() go past all methods of a subclass that has dict's iterator.
+        return super().__iter__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self.items()),)

@@ -33,6 +33,9 @@ def test_all_ways_to_a_parameter_are_seen() -> None:
         lambda: module.state_dict(),
         lambda: module.load_state_dict(module.state_dict()),
         lambda: copy.deepcopy(module),
+        lambda: dict(module._parameters),
+        lambda: {**module._parameters},
+        lambda: module._parameters.copy(),
         lambda: module.register_parameter("other", nn.Parameter(torch.zeros(2))) or module.other,
     )
     for way in ways:
