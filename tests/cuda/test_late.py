@@ -84,7 +84,7 @@ def test_state_that_backward_fetched_in_vain(back: Placement, expected: list[byt
         others.take(float(step))
         plan_anew(optimizer)
         torch.cuda.synchronize()
-        late(Op.PREFETCH, 0.02)
+        late(Op.PREFETCH, 0.2)
 
     others = Neighbours()
     policy = with_policy(InTurn(*[CPU] * 3, *[back, CPU] * 4), SUBGROUP)
@@ -106,7 +106,7 @@ def test_what_user_code_writes_to_state_counts(plan: Placement, kept: bool) -> N
         views[:] = [s["exp_avg"] for s in optimizer.state.values()] if kept else []
         plan_anew(optimizer)
         torch.cuda.synchronize()
-        late(Op.PREFETCH, 0.02)
+        late(Op.PREFETCH, 0.2)
 
     def trained(policy: Any) -> list[bytes]:
         views.clear()

@@ -305,6 +305,7 @@ def test_what_else_users_do(train: Training, policy: Any) -> None:
 def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:
     """What runs there has waited for the block's input alone."""
     side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    late(Op.WEIGHTS, 0.02)
     side.wait_stream(current)
     x.record_stream(side)
     here = block(x)

@@ -88,7 +88,7 @@ def test_a_distributed_tensor_that_was_written_to_is_saved_anew() -> None:
         w.requires_grad_()
         optimizer = optimizer_of(nn.Linear(2, 2))
         with optimizer.offload_activations(activations):
-            _ = torch.ones_like(w, requires_grad=True) * t
+            _ = (torch.ones_like(w, requires_grad=True) * t).sin()  # whose copy begins before the write
             t.mul_(3)
             y = w * t
             for _ in range(5):  # so that the first leave the device

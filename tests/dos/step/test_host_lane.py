@@ -97,13 +97,21 @@ def test_where_copies_are_queued_the_next_update_waits_for_none() -> None:
 @pytest.mark.parametrize("queues", [False, True])
 @pytest.mark.parametrize("moment", ["prepare", "update"])
 def test_the_first_failure_fails_all_after_it(queues: bool, moment: str) -> None:
+    failing, updated = Event(), list[int]()
+
     def fail() -> Any:
+        failing.set()
         raise ValueError("the second")
 
+    def prepare_first() -> Callable[[], object]:
+        if queues and moment == "prepare":  # then the other thread fails before the first update begins
+            assert failing.wait(WAIT_S)
+            time.sleep(0.05)
+        return lambda: updated.append(0)
+
     device: Any = Device(queues, lambda subgroup: None)
-    updated = list[int]()
     given = [turn(n, lambda n=n: lambda: updated.append(n)) for n in range(6)]
-    given[1] = turn(1, fail if moment == "prepare" else lambda: fail)
+    given[:2] = turn(0, prepare_first), turn(1, fail if moment == "prepare" else lambda: fail)
     first, *others = run(HostLane(device), given)
     assert isinstance(first, HostJob)
     assert updated == [0]
