@@ -101,6 +101,11 @@ _mapped: dict[int, _Mapped] = {}
 """The mappings by the address of their first byte."""
 
 
+def _mapping_of(tensor: Tensor) -> _Mapped | None:
+    """Return the mapping of a tensor of `lazy_zeros`; None: user code has moved its memory, as `share_memory_` does."""
+    return _mapped.get(tensor.untyped_storage().data_ptr())
+
+
 def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
     """Return 1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
 
@@ -135,9 +140,10 @@ def use_huge_pages(part: Tensor, *, use: bool = True) -> None:
 
     part: begins on a page boundary, and ends on one or with the tensor. use: False forbids huge pages again.
     """
-    with contextlib.suppress(OSError):  # this kernel has no huge pages, or the process has its limit of mappings
-        mapped = _mapped[part.untyped_storage().data_ptr()]
-        mapped.advise(mmap.MADV_HUGEPAGE if use else mmap.MADV_NOHUGEPAGE, part.data_ptr(), part.nbytes)
+    mapped = _mapping_of(part)
+    if mapped is not None:
+        with contextlib.suppress(OSError):  # this kernel has no huge pages, or the process has its limit of mappings
+            mapped.advise(mmap.MADV_HUGEPAGE if use else mmap.MADV_NOHUGEPAGE, part.data_ptr(), part.nbytes)
 
 
 def pin(tensor: Tensor, device: torch.device) -> None:
@@ -152,7 +158,9 @@ def pin(tensor: Tensor, device: torch.device) -> None:
 
     device: any CUDA device that this process uses.
     """
-    mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
+    mapped, address = _mapping_of(tensor), tensor.data_ptr()
+    if mapped is None:
+        return  # copies to and from memory that is not pinned are slow, and right
     end = address + tensor.nbytes
     # The runtime registers no page twice.
     before = mapped.unregister(address, end)
@@ -174,7 +182,9 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
 
     No work in flight may use the memory. Released pages are zeros when they are next used.
     """
-    mapped, address = _mapped[tensor.untyped_storage().data_ptr()], tensor.data_ptr()
+    mapped, address = _mapping_of(tensor), tensor.data_ptr()
+    if mapped is None:
+        return  # other processes may use it
     # First, because the GPU would continue to use the old pages, which this process does not see any more.
     mapped.unregister(address, address + tensor.nbytes)
     mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
@@ -182,7 +192,7 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
 
 def pinned_parts(tensor: Tensor) -> list[slice]:
     """Return slices of a 1-D host tensor between the borders of pinned regions, which no CUDA copy may cross."""
-    mapped = _mapped.get(tensor.untyped_storage().data_ptr())
+    mapped = _mapping_of(tensor)
     first = tensor.data_ptr()
     inside = () if mapped is None else mapped.borders
     inside = inside[bisect.bisect_right(inside, first) : bisect.bisect_left(inside, first + tensor.nbytes)]

@@ -32,6 +32,26 @@ def test_most_state_is_on_disk_and_comes_and_goes_with_every_step(tmp_path: Path
         assert bytes_on_disk(tmp_path) > 0
 
 
+def test_state_that_user_code_shares_between_processes(tmp_path: Path) -> None:
+    """That moves its memory, which the optimizer then neither pins nor releases when the state moves to disk."""
+    ends = []
+    for disk in (None, tmp_path):
+        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(6)))
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        optimizer = dos_adam(model.parameters(), disk, policy="adaptive", host_memory=600_000)
+        for step in range(6):
+            model(torch.ones(8, 100) * step).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if disk is not None and step in (1, 3):
+                optimizer.state[model[step].weight]["exp_avg"].share_memory_()
+            if step == 4:
+                optimizer.release_memory()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
 def replace_codes(optimizer: DOSAdam) -> DOSAdam:
     for entry in optimizer.state.values():
         entry["exp_avg_codes"] = entry["exp_avg_codes"].flip(0)
