@@ -107,11 +107,34 @@ class Rig:
         self.model.zero_grad()
 
 
-class Ours(Contender):
+class Trains(Contender):
+    """DOSAdam, and the model that it trains."""
+
+    def __init__(self, name: str, model: GPT, optimizer: DOSAdam) -> None:
+        self.name, self.model, self.optimizer = name, model, optimizer
+
+    def close(self) -> None:
+        self.optimizer.synchronize()
+        self.optimizer.zero_grad()
+
+    def compute(self, batch: Batch) -> None:
+        self.model(*batch).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def metrics(self) -> dict[str, float]:
+        self.optimizer.synchronize()
+        return self.optimizer.metrics()
+
+
+class Ours(Trains):
     """DOSAdam under one policy. share: of the state, for which there is memory."""
 
     def __init__(self, name: str, rig: Rig, policy: Policy, share: float = 0.0) -> None:
-        self.name, self.share = name, share
+        super().__init__(name, rig.model, rig.optimizer)
+        self.share = share
         self._rig, self._policy, self.learns = rig, policy, isinstance(policy, AdaptivePolicy)
 
     def open(self) -> None:
@@ -119,24 +142,9 @@ class Ours(Contender):
         # Half a subgroup more than the whole ones that fit, so that rounding cannot make them one fewer.
         self._rig.budget = int((round(self.share * self._rig.subgroups) + 0.5) * self._rig.slot_bytes)
 
-    def close(self) -> None:
-        self._rig.optimizer.synchronize()
-        self._rig.optimizer.zero_grad()
-
-    def compute(self, batch: Batch) -> None:
-        self._rig.model(*batch).backward()
-
-    def step(self) -> None:
-        self._rig.optimizer.step()
-        self._rig.optimizer.zero_grad()
-
-    def metrics(self) -> dict[str, float]:
-        self._rig.optimizer.synchronize()
-        return self._rig.optimizer.metrics()
-
     def timeline(self) -> Timeline:
         """Of the last update."""
-        return self._rig.optimizer.timeline()
+        return self.optimizer.timeline()
 
 
 @dataclass(frozen=True)

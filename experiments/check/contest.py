@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from experiments.check.contenders import (
     reference,
 )
 from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
-from experiments.harness import Dropped, Limit, medians, ratio, take_turns
+from experiments.harness import Dropped, Limit, medians, ratio, take_turns, timed
 from perfmodel import Timeline
 from perfmodel.format import CODED
 
@@ -161,7 +161,7 @@ def compete_attached(
         effort,
         Clock(bench.cuda),
         bench.left,
-        lambda scores: bench.note(attached={name: score.summary() for name, score in scores.items()}),
+        lambda scores: bench.note(attached=summaries(scores)),
     )
     judge_peers(bench, scores, peers, [name for name in scores if name.startswith((CPU, "adaptive"))], "attached ")
 
@@ -181,7 +181,7 @@ def compete(
     def on_progress(scores: dict[str, Score]) -> None:
         last = [name for name, score in scores.items() if score.updates and name in mine and name not in kept]
         kept.update({name: mine[name].timeline() for name in last})
-        bench.note(contenders={name: score.summary() for name, score in scores.items()})
+        bench.note(contenders=summaries(scores))
 
     scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), left or bench.left, on_progress)
     judge(bench, scores, peers)
@@ -278,6 +278,11 @@ class Score:
         }
 
 
+def summaries(scores: Mapping[str, Score]) -> dict[str, dict[str, Any]]:
+    """The figures of all contenders, for the results."""
+    return {name: score.summary() for name, score in scores.items()}
+
+
 class Clock:
     """Reads the time at which the device reaches a point of its work."""
 
@@ -340,6 +345,23 @@ def run_rounds(
     return scores
 
 
+def iterate(
+    contender: Contender, batches: Iterator[Batch], clock: Clock, count: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of as many iterations, each from the end of one backward to the next, and of the host in each `step()`.
+
+    There is one `step()` more. Nothing is in flight at the end.
+    """
+    marks, steps = [], []
+    for _ in range(count + 1):
+        contender.compute(next(batches))
+        marks.append(clock.mark())
+        steps.append(timed(contender.step))
+    contender.metrics()  # waits for what is in flight
+    clock.wait()
+    return clock.between(marks), steps
+
+
 def turn(contender: Contender, batches: Sequence[Batch], effort: Effort, clock: Clock, score: Score) -> None:
     """One contender's iterations of one round."""
     cycle = itertools.cycle(batches)
@@ -351,16 +373,8 @@ def turn(contender: Contender, batches: Sequence[Batch], effort: Effort, clock: 
         for _ in range(effort.warm_up + effort.learning * (contender.learns and not score.rounds)):
             contender.compute(next(cycle))
             contender.step()
-        marks, steps = [], []
-        for _ in range(effort.timed + 1):
-            contender.compute(next(cycle))
-            marks.append(clock.mark())
-            start = time.perf_counter()
-            contender.step()
-            steps.append(time.perf_counter() - start)
-        contender.metrics()  # waits for what is in flight
-        clock.wait()
-        score.rounds.append(clock.between(marks))
+        seconds, steps = iterate(contender, cycle, clock, effort.timed)
+        score.rounds.append(seconds)
         score.steps.append(steps)
         for _ in range(effort.updates):
             contender.compute(next(cycle))

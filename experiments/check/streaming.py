@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.check.base import Bench, Size
 from experiments.check.calibration import measured_profile
-from experiments.check.contenders import NOTHING, Contender, Own, reference
-from experiments.check.contest import Clock, Effort, run_rounds
+from experiments.check.contenders import NOTHING, Own, Trains, reference
+from experiments.check.contest import SUBGROUPS, Clock, Effort, iterate, run_rounds, summaries
 from experiments.check.models import HOST_BYTES, MEDIUM, SETTINGS, Batch, Job, emulated_device, fitted, prepare
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.format import CODED
@@ -41,26 +42,12 @@ SETTLING, TIMED = 6, 4
 """Iterations of the large model."""
 
 
-class Streaming(Contender):
+def streaming(name: str, model: GPT, emulated: EmulatedDevice | None, weights: Any, **options: Any) -> Trains:
     """DOSAdam on a model of its own, some of whose weights stream. options: of DOSAdam; weights: of `attach`."""
-
-    def __init__(self, name: str, model: GPT, emulated: EmulatedDevice | None, weights: Any, **options: Any) -> None:
-        self.name = name
-        self.model = model
-        where = "cuda" if emulated is None else emulated
-        self.optimizer = DOSAdam(model.parameters(), device=where, offload_gradients=True, **SETTINGS, **options)
-        self.optimizer.attach(model, weights=weights)
-
-    def close(self) -> None:
-        self.optimizer.synchronize()
-        self.optimizer.zero_grad()
-
-    def compute(self, batch: Batch) -> None:
-        self.model(*batch).backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    where = "cuda" if emulated is None else emulated
+    optimizer = DOSAdam(model.parameters(), device=where, offload_gradients=True, **SETTINGS, **options)
+    optimizer.attach(model, weights=weights)
+    return Trains(name, model, optimizer)
 
 
 def run(bench: Bench) -> None:
@@ -73,13 +60,13 @@ def run(bench: Bench) -> None:
 def compare(bench: Bench, device: torch.device) -> None:
     """Iterations of one model with more and more weights that stream, and without an optimizer."""
     job = fitted(MEDIUM[bench.size], bench, each=len(WAYS) * HOST_BYTES, most=MOST)
-    size = -(-job.numel // 50)
+    size = -(-job.numel // SUBGROUPS[bench.size])
     emulated = None if bench.cuda else emulated_device(job, size)
     options = {"policy": "cpu", "subgroup_size": size, **profile_of(bench, device)}
 
-    def way(name: str) -> Streaming:
+    def way(name: str) -> Trains:
         where = device if WAYS[name] is None else torch.device("cpu")
-        return Streaming(name, job.model(where), emulated, WAYS[name], **options)
+        return streaming(name, job.model(where), emulated, WAYS[name], **options)
 
     contenders = [*map(way, WAYS), Own(reference(NOTHING, emulated), job, device)]
     bench.note(parameters=job.numel, batch=job.batch)
@@ -89,11 +76,12 @@ def compare(bench: Bench, device: torch.device) -> None:
         EFFORTS[bench.size],
         Clock(bench.cuda),
         lambda: bench.left() / 2,
-        lambda scores: bench.note(contenders={name: score.summary() for name, score in scores.items()}),
+        lambda scores: bench.note(contenders=summaries(scores)),
     )
     first, *others = WAYS
     for name in others:
-        bench.say(f"{name}: {scores[name].over(scores[first]):.3f} times the iteration with {first}")
+        if (over := scores[name].over(scores[first])) is not None:
+            bench.say(f"{name}: {over:.3f} times the iteration with {first}")
 
 
 def train_large(bench: Bench, device: torch.device) -> None:
@@ -105,10 +93,11 @@ def train_large(bench: Bench, device: torch.device) -> None:
     if weight_bytes <= most:
         bench.say(f"the host has no memory for a model whose weights do not fit into {most / 2**30:.0f} GiB")
         return
-    batches, clock = job.batches(1, device), Clock(bench.cuda)
+    (batch,), clock = job.batches(1, device), Clock(bench.cuda)
+    batches = itertools.repeat(batch)
     alone = Own(reference(NOTHING, None), job, device)
     alone.open()
-    compute_s = iterate(alone, batches[0], clock, SETTLING)
+    compute_s, _ = iterate(alone, batches, clock, SETTLING)
     del alone
     emulated = None
     if bench.cuda:
@@ -116,16 +105,14 @@ def train_large(bench: Bench, device: torch.device) -> None:
     else:
         emulated = EmulatedDevice(HardwareProfile.builtin("h100").scaled(1e-4), capacity=most)
     options = {"state_format": "int8", **profile_of(bench, device)}
-    ours = Streaming("large", built_on_host(job, device), emulated, 0, **options)
+    ours = streaming("large", built_on_host(job, device), emulated, 0, **options)
     ballast = None if emulated else taken(device, most)
-    loss = loss_of(ours.model, batches[0])
-    first_s = iterate(ours, batches[0], clock, SETTLING)
+    loss = loss_of(ours.model, batch)
+    first_s, _ = iterate(ours, batches, clock, SETTLING)
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds = iterate(ours, batches[0], clock, TIMED)
-    ours.optimizer.synchronize()
+    seconds, _ = iterate(ours, batches, clock, TIMED)
     used = torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes) if bench.cuda else None
-    metrics = ours.optimizer.metrics()
     bench.note(
         large={
             "model": dataclasses.asdict(job.config),
@@ -139,8 +126,8 @@ def train_large(bench: Bench, device: torch.device) -> None:
             "iterations_s": seconds,
             "tokens_per_s": job.batch * job.config.context / statistics.median(seconds),
             "loss_before": loss,
-            "loss_after": loss_of(ours.model, batches[0]),
-            "metrics": metrics,
+            "loss_after": loss_of(ours.model, batch),
+            "metrics": ours.metrics(),
         }
     )
     if used is not None and used > most:
@@ -156,17 +143,6 @@ def train_large(bench: Bench, device: torch.device) -> None:
 def loss_of(model: GPT, batch: Batch) -> float:
     """The loss of a batch, in nats."""
     return float(model(*batch))
-
-
-def iterate(contender: Contender, batch: Batch, clock: Clock, count: int) -> list[float]:
-    """Seconds of as many iterations, from the end of one backward to the next."""
-    marks = []
-    for _ in range(count + 1):
-        contender.compute(batch)
-        marks.append(clock.mark())
-        contender.step()
-    clock.wait()
-    return clock.between(marks)
 
 
 def built_on_host(job: Job, device: torch.device) -> GPT:
