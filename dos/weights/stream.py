@@ -159,8 +159,6 @@ class WeightStream:
         self._forwards += 1
         self._graphs += torch.is_grad_enabled()
         self._last_run = None
-        for block in self.blocks:
-            check_homes(block)
 
     @exclusive
     def _end(self, _: nn.Module) -> None:
@@ -186,7 +184,7 @@ class WeightStream:
         """Fetch a block that is about to run, and set its copies."""
         block = self._of[module]
         if not block.running:
-            check_homes(block)  # also here: user code may call a block by itself, as by torch.func.functional_call
+            check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
         if self._device.capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured, and its replays would not fetch weights that stream; capture no block "
