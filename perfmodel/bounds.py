@@ -317,11 +317,11 @@ def _speeds_by_busy_lanes(
         found = [*others, *(c[stream] for c in costs for stream in streams)]
         return min((each.rate for each in found if each.traffic > 0), default=0.0)
 
-    demands = {
+    asked = {
         CPU: least(Stream.CPU),
         H2D: least(Stream.PARAMETER, Stream.PREFETCH, others=fetches),
         D2H: least(Stream.GRADIENT, Stream.FLUSH, others=saves),
     }
-    speeds = speeds_by_busy_lanes(demands, profile)
-    busy = np.arange(len(speeds))[:, None] >> np.arange(len(demands)) & 1
+    speeds = speeds_by_busy_lanes(asked, profile)
+    busy = np.arange(len(speeds))[:, None] >> np.arange(len(asked)) & 1
     return speeds * busy

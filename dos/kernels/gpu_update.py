@@ -83,22 +83,17 @@ class GpuBatch:
 
     def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
         """Return the arrays to which a row of the table points, which must have a gradient."""
-        numel, blocks, *addresses = (int(word) for word in (row[NUMEL], row[NUMEL] // BLOCK, *row[:GRAD_TYPE]))
+        numel, addresses = int(row[NUMEL]), [int(address) for address in row[:GRAD_TYPE]]
         moments = (torch.int8, torch.uint8) if addresses[EXP_AVG_SCALE] else (torch.float32, torch.float32)
-        scale = (blocks, torch.float32)
-        columns = (
-            (numel, FLOATS[row[GRAD_TYPE]]),
-            (numel, FLOATS[row[PARAM_TYPE]]),
-            *((numel, moment) for moment in moments),
-            (numel, torch.float32),
-            (numel, FLOATS[row[OUT_TYPE]]),
-            (numel, torch.int16),
-            *(scale, scale),
-        )
+        grad, param, out = (FLOATS[row[column]] for column in (GRAD_TYPE, PARAM_TYPE, OUT_TYPE))
+        dtypes = (grad, param, *moments, torch.float32, out, torch.int16, torch.float32, torch.float32)
+        lengths = [numel] * (REST + 1) + [numel // BLOCK] * 2  # of scales there is one for each block
         if not step.amsgrad:
             addresses[MAX_EXP_AVG_SQ] = 0
-        each = zip(addresses, columns, strict=True)
-        return AdamArrays._make(tensor_at(at, *column, self._device) if at else None for at, column in each)
+        each = zip(addresses, lengths, dtypes, strict=True)
+        return AdamArrays._make(
+            tensor_at(at, length, dtype, self._device) if at else None for at, length, dtype in each
+        )
 
 
 class SentTable:
