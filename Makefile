@@ -51,9 +51,9 @@ $(STAMP): scripts/setup.sh constraints.txt $(EXTENSION_SOURCES)
 	$(SETUP)
 	touch $@
 
-# Besides, what the documentation and the examples need.
+# Besides, what the documentation and the examples need, and the tools that tests let loose on models.
 $(COMPLETE): $(STAMP)
-	$(SETUP) docs examples
+	$(SETUP) docs examples tools
 	touch $@
 
 clean:
