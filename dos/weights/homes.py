@@ -171,8 +171,7 @@ class WeightHomes:
                 member.trained, record.leaf = True, copy
                 registry.watching.watch_at(member.parameter, copy)
         block.arenas = {record.arena for p in trained if (record := registry.record(p)) is not None}
-        block.streams = not streams  # until it is moved
-        self.move(block, streams=streams)
+        self._put(block, streams=streams)
         return block
 
     def move(self, block: Block, *, streams: bool) -> None:
@@ -180,8 +179,11 @@ class WeightHomes:
 
         Raises MemoryError or torch.OutOfMemoryError, with nothing moved, if the memory there is too small.
         """
-        if block.streams == streams:
-            return
+        if block.streams != streams:
+            self._put(block, streams=streams)
+
+    def _put(self, block: Block, *, streams: bool) -> None:
+        """Move a block's weights home, or into the memory of its copies, from wherever they are."""
         records = [r for r in (self._registry.record(m.parameter) for m in block.members) if r is not None]
         written = [record.changed() for record in records]
         if streams:
@@ -189,17 +191,12 @@ class WeightHomes:
         else:
             self._move_to_device(block)
         block.streams = streams
-        for arena in {record.arena for record in records}:
+        for arena in block.arenas:
             arena.streams = streams
         for record, each in zip(records, written, strict=True):
             # `written` was read before the move, because the record would take the new address for a write.
             record.relocate(written=each)
             self._registry.forget_batches(record)
-        for subgroup in self._registry.subgroups_of(record.parameter for record in records):
-            # The staging is up to date where it was the home, and nowhere else.
-            subgroup.newest.clear()
-            if not streams and subgroup.arena.weights_at_home().has(subgroup.start, subgroup.stop):
-                subgroup.newest.update(subgroup.pieces)
 
     def _move_home(self, block: Block, records: Sequence[ParameterRecord]) -> None:
         store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]

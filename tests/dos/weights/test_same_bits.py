@@ -288,21 +288,24 @@ def test_checkpoints_go_into_another_number_of_blocks() -> None:
             assert everything(model, optimizer) == expected, (blocks, before)
 
 
-def test_attached_again_with_another_number_of_blocks() -> None:
-    """By the same optimizer, and by one that takes its place."""
-    model, other = net(), net()
-    optimizer, reference = start(model, 0), start(other, None)
-    for step, weights in enumerate((3, 0.5, 0)):
-        train(model, optimizer, 1, first=step)
-        train(other, reference, 1, first=step)
+@pytest.mark.parametrize(
+    ("policy", "dtype"), [("adaptive", torch.float32), (0.5, torch.bfloat16), ("cpu", torch.float16)]
+)
+def test_attached_again_with_another_number_of_blocks(policy: Any, dtype: torch.dtype) -> None:
+    """By the same optimizer, and by one that takes its place. A block stays, moves, or has been home before."""
+    model, other = net(dtype), net(dtype)
+    optimizer, reference = start(model, 2, policy=policy), start(other, None, policy=policy)
+    for step, weights in enumerate((3, 1, 2, 2, 1.0, 0, 3)):
+        train(model, optimizer, 2, first=2 * step, micro_batches=1)
+        train(other, reference, 2, first=2 * step, micro_batches=1)
         optimizer.attach(model, weights=weights)
     assert everything(model, optimizer) == everything(other, reference)
     state = optimizer.state_dict()
     del optimizer
-    optimizer = start(model, 1)
+    optimizer = start(model, 1, policy=policy)
     optimizer.load_state_dict(state)
-    train(model, optimizer, 2, first=3)
-    train(other, reference, 2, first=3)
+    train(model, optimizer, 2, first=20)
+    train(other, reference, 2, first=20)
     assert everything(model, optimizer) == everything(other, reference)
 
 
