@@ -86,6 +86,7 @@ class Backward:
             on_host=lambda: host_store.nbytes,
             away=activations.away,
             pooled=lambda: activations.pool.nbytes,
+            pinned=lambda: host_store.pinned_bytes + activations.pool.pinned_bytes,
         )
         ledger.ended = self.decisions.learn
         # Weak: the monitor refers to the activations, and a cycle would leave device memory to the garbage collector.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
-from dos.devices.pinned import lazy_zeros
+from dos.devices.pinned import lazy_zeros, pinned_bytes
 from dos.state.arena import aligned
 
 
@@ -22,7 +22,7 @@ class Block:
 
 
 class HostPool:
-    """One pinned region of `nbytes`."""
+    """One pinned region of `nbytes`. pinned_bytes: bytes of it that a CUDA runtime has pinned."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -30,7 +30,7 @@ class HostPool:
 
     def resize(self, nbytes: int) -> None:
         """Replace the region by one of this size; the memory of the old one is released with its last block."""
-        self.nbytes = 0
+        self.nbytes = self.pinned_bytes = 0
         self._blocks: list[weakref.ref[Block]] = []  # by address
         # The old region is released before another is allocated, so that the host never holds both.
         self._region = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -38,7 +38,7 @@ class HostPool:
         if nbytes:
             region = lazy_zeros(nbytes, torch.uint8)
             self._device.pin(region)
-            self._region, self.nbytes = region, nbytes
+            self._region, self.nbytes, self.pinned_bytes = region, nbytes, pinned_bytes(region)
 
     @property
     def used(self) -> int:

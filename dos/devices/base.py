@@ -137,10 +137,10 @@ class Device(Protocol):
     def owns(self, tensor: Tensor) -> bool:
         """Return whether the tensor is in this device's memory."""
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin(self, tensor: Tensor) -> bool:
         """Allocate and pin the memory of a tensor of `lazy_zeros`, or of a part, so that the device copies fast.
 
-        Parts that are pinned one by one begin on page boundaries.
+        Parts that are pinned one by one begin on page boundaries. Returns whether all of it is pinned.
         """
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:

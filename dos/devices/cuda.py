@@ -113,11 +113,11 @@ class CudaDevice:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self.torch_device
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin(self, tensor: Tensor) -> bool:
         with self.current():
             self._leftovers.release()  # before more memory is pinned, so that the host need not hold both
         with bound_to(self._cores):  # so that the pages are allocated on the NUMA node of the device
-            pin(tensor, self.torch_device)
+            return pin(tensor, self.torch_device)
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
         with self.current():

@@ -159,8 +159,8 @@ class EmulatedDevice:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def pin(self, tensor: Tensor) -> None:
-        pass
+    def pin(self, tensor: Tensor) -> bool:
+        return True
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
         unpin(tensor, unused)

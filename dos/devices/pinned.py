@@ -14,7 +14,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dos.devices.pin_limit import LEAST_BYTES, PinLimit, remedy
 from dos.machine.threads import kernel_threads
 
 logger = logging.getLogger(__name__)
@@ -56,33 +57,35 @@ class _Mapped:
         self._mapping = mapping
         self._offset = offset
 
-    def register(self, regions: Sequence[tuple[int, int]], device: torch.device) -> str:
-        """Pin these regions, from first byte to end, for all devices, or none of them.
+    def register(self, first: int, end: int, device: torch.device) -> str:
+        """Pin these addresses as one region, for all devices.
 
-        Returns the runtime's error message, empty if all are pinned.
+        Returns the runtime's error message, empty if they are pinned.
         """
         runtime, on, pages = torch.cuda.cudart(), torch.cuda.device, self._pages()
         assert pages is not None, "the caller has a view of them"
-        for first, end in regions:
-            with on(device):  # else this call would make a context on the first GPU
-                # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
-                error = runtime.cudaHostRegister(first, end - first, 0)
-            if error != runtime.cudaError.success:
-                _forget_error(device)
-                # None rather than some: CUDA would refuse copies across the border of pinned memory.
-                self.unregister(regions[0][0], first)
-                return str(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
-            # Before the mapping is unmapped: the runtime would take pages that are mapped there later for these.
-            unregister = weakref.finalize(pages, _unregister, runtime, on, first, os.getpid(), device)
-            self._regions[first] = end, unregister
-            # Linux copies pinned pages at each fork: all of the state, for each worker of a data loader.
-            self.advise(mmap.MADV_DONTFORK, first, end - first)
+        with on(device):  # else this call would make a context on the first GPU
+            # The default flags pin for all devices where addresses are unified, as on all 64-bit systems.
+            error = runtime.cudaHostRegister(first, end - first, 0)
+        if error != runtime.cudaError.success:
+            _forget_error(device)
+            return str(runtime.cudaGetErrorString(error))  # the error itself prints as "cudaError.???"
+        # Before the mapping is unmapped: the runtime would take pages that are mapped there later for these.
+        unregister = weakref.finalize(pages, _unregister, runtime, on, first, os.getpid(), device, _limit().regions)
+        self._regions[first], _limit().regions[first] = (end, unregister), end - first
+        # Linux copies pinned pages at each fork: all of the state, for each worker of a data loader.
+        self.advise(mmap.MADV_DONTFORK, first, end - first)
         self._find_borders()
         return ""
 
+    def pinned(self, first: int, end: int) -> list[tuple[int, int]]:
+        """Return the regions that begin in this range, from first byte to end, in order."""
+        # Over a copy: any thread may ask.
+        return sorted((start, stop) for start, (stop, _) in [*self._regions.items()] if first <= start < end)
+
     def unregister(self, first: int, end: int) -> list[tuple[int, int]]:
         """Undo `register` for all regions in this range; return them in order."""
-        inside = sorted((start, stop) for start, (stop, _) in self._regions.items() if first <= start < end)
+        inside = self.pinned(first, end)
         for start, stop in inside:
             self._regions.pop(start)[1]()
             self.advise(mmap.MADV_DOFORK, start, stop - start)
@@ -146,35 +149,97 @@ def use_huge_pages(part: Tensor, *, use: bool = True) -> None:
             mapped.advise(mmap.MADV_HUGEPAGE if use else mmap.MADV_NOHUGEPAGE, part.data_ptr(), part.nbytes)
 
 
-def pin(tensor: Tensor, device: torch.device) -> None:
+def pin(tensor: Tensor, device: torch.device) -> bool:
     """Pin a tensor of `lazy_zeros`, or a part of one, so that all CUDA devices can copy to and from it.
 
     It is unregistered with the last view of the whole tensor. Parts that are pinned one by one begin on page
     boundaries. Parts of this part that were pinned before are joined to one region; no work in flight may use them.
-    Where drivers refuse to register so much memory at once, these stay as they were. The pages are allocated near the
-    CPU on which the caller runs. A forked child, which would have to copy all pages, does not have them: touching the
-    tensor there is a segmentation fault. Pages that cannot be pinned are pageable, in children too, and one warning
-    says so.
+    Where they cannot be joined, these stay as they were. Other memory that cannot be pinned at once is pinned in
+    pieces. The pages are allocated near the CPU on which the caller runs. A forked child, which would have to copy all
+    pages, does not have them: touching the tensor there is a segmentation fault. Pages that cannot be pinned are
+    pageable, in children too, and one warning says so.
 
     device: any CUDA device that this process uses.
+    Returns whether all of the tensor is pinned.
     """
     mapped, address = _mapping_of(tensor), tensor.data_ptr()
     if mapped is None:
-        return  # copies to and from memory that is not pinned are slow, and right
+        return False  # copies to and from memory that is not pinned are slow, and right
     end = address + tensor.nbytes
-    # The runtime registers no page twice.
-    before = mapped.unregister(address, end)
-    if not before:
-        _make_pages(address, tensor.nbytes)
-    error = mapped.register([(address, end)], device)
-    if error and tensor.nbytes > _MOST_BYTES:
-        starts = range(address, end, _MOST_BYTES)
-        error = mapped.register([(start, min(start + _MOST_BYTES, end)) for start in starts], device)
-    if error and before:
-        _warn_of_parts(error)
-        error = next(filter(None, [mapped.register([region], device) for region in before]), "")
-    if error:
-        _warn(error)
+    before = mapped.pinned(address, end)
+    if before:
+        return _join(mapped, before, address, end, device)
+    _make_pages(address, tensor.nbytes)
+    _register(mapped, address, end, device)
+    for first, stop in reversed(mapped.pinned(address, end)):
+        if excess():  # this memory, because nothing uses it yet
+            mapped.unregister(first, stop)
+    regions = mapped.pinned(address, end)
+    missing = tensor.nbytes - sum(stop - first for first, stop in regions)
+    if missing:
+        _warn(_limit().error)
+    elif any(stop - first < _MOST_BYTES for first, stop in regions[:-1]):
+        _warn_of_parts(_limit().error)
+    return not missing
+
+
+def _join(mapped: _Mapped, before: list[tuple[int, int]], address: int, end: int, device: torch.device) -> bool:
+    """Pin regions anew as one, or leave them as they are; return whether all bytes are pinned."""
+    pinned = sum(stop - first for first, stop in before)
+    if len(before) == 1 and pinned == end - address:
+        return True
+    # Where a part could not be pinned, neither can the whole.
+    if pinned == end - address and _limit().fitting(pinned, _MOST_BYTES, unpinned=pinned):
+        mapped.unregister(address, end)  # the runtime registers no page twice
+        if _register(mapped, address, end, device, _MOST_BYTES):
+            return True
+        # As it was rather than in part: CUDA refuses copies across the border of pinned memory.
+        mapped.unregister(address, end)
+        pinned = sum(stop - first for first, stop in before if _register(mapped, first, stop, device))
+    _warn_of_parts(_limit().error)
+    return pinned == end - address
+
+
+def _register(mapped: _Mapped, address: int, end: int, device: torch.device, least: int = LEAST_BYTES) -> bool:
+    """Pin these addresses in as few regions as can be, from the first one on; return whether all are pinned.
+
+    least: the least bytes of a region, if they are not pinned as one.
+    """
+    limit = _limit()
+    while address < end and (nbytes := limit.fitting(end - address, least)):
+        error = mapped.register(address, address + nbytes, device)
+        if error:
+            limit.failed(nbytes, error)
+        else:
+            limit.succeeded(nbytes)
+            address += nbytes
+    limit.settle()
+    return address == end
+
+
+def pinned_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor of `lazy_zeros` that are pinned."""
+    mapped, first = _mapping_of(tensor), tensor.data_ptr()
+    regions = [] if mapped is None else mapped.pinned(first, first + tensor.nbytes)
+    return sum(end - start for start, end in regions)
+
+
+def excess() -> int:
+    """Return the bytes that are pinned and should be left to other code, where the system limits the total."""
+    return 0 if _limited is None else _limited[1].excess()
+
+
+def _limit() -> PinLimit:
+    """Return the limit of the runtime. Tests replace the runtime."""
+    global _limited
+    runtime = torch.cuda.cudart()
+    if _limited is None or _limited[0] is not runtime:
+        _limited = runtime, PinLimit()
+    return _limited[1]
+
+
+_limited: tuple[Any, PinLimit] | None = None
+"""The runtime of this process, and what it has refused; None: nothing was pinned."""
 
 
 def unpin(tensor: Tensor, unused: Tensor) -> None:
@@ -187,7 +252,8 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
         return  # other processes may use it
     # First, because the GPU would continue to use the old pages, which this process does not see any more.
     mapped.unregister(address, address + tensor.nbytes)
-    mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
+    if unused.nbytes:
+        mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
 
 
 def pinned_parts(tensor: Tensor) -> list[slice]:
@@ -216,8 +282,14 @@ def _make_pages(address: int, nbytes: int) -> None:
 
 
 def _unregister(
-    runtime: Any, on: Callable[[torch.device], Any], address: int, owner: int, device: torch.device
+    runtime: Any,
+    on: Callable[[torch.device], Any],
+    address: int,
+    owner: int,
+    device: torch.device,
+    regions: dict[int, int],
 ) -> None:
+    regions.pop(address, None)
     if os.getpid() == owner:  # a forked child has neither the pages nor CUDA
         with on(device):
             runtime.cudaHostUnregister(address)
@@ -242,7 +314,9 @@ def _warn_of_parts(error: str) -> None:
 @functools.cache
 def _warn(error: str) -> None:
     logger.warning(
-        "pinning host memory failed (%s): copies of optimizer state will be slower and not overlap with computation; "
-        "raise the limit of locked memory (ulimit -l unlimited)",
+        "pinning host memory failed (%s); %d MiB are pinned, and copies to and from the rest will be slower and not "
+        "overlap with computation; %s",
         error,
+        _limit().pinned >> 20,
+        remedy(),
     )

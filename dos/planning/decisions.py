@@ -34,8 +34,8 @@ class Decisions:
     memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
     held, on_host: return the bytes of state on the device and on the host. away: returns the bytes of saved tensors
-        that have moved, as the plan says. pooled: returns the bytes of host memory for them. May be called on any
-        thread.
+        that have moved, as the plan says. pooled: returns the bytes of host memory for them; pinned: the bytes of both
+        on the host that are pinned. May be called on any thread.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Decisions:
         on_host: Callable[[], int],
         away: Callable[[], int],
         pooled: Callable[[], int],
+        pinned: Callable[[], int],
     ) -> None:
         """policy, profile, budget, interval: the user's arguments."""
         self.plan: Plan | None = None
@@ -61,7 +62,7 @@ class Decisions:
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
         self._asked: tuple[Workload | None, Plan | None] = None, None
         self._profile = profile
-        self._held, self._on_host, self._pooled = held, on_host, pooled
+        self._held, self._on_host, self._pooled, self._pinned = held, on_host, pooled, pinned
         self.ended: Report | None = None
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
@@ -137,6 +138,7 @@ class Decisions:
             held_bytes=self._held(),
             host_bytes=self._on_host(),
             pool_bytes=self._pooled(),
+            pinned_bytes=self._pinned(),
             why=self._why,
             real=self._device.known_profile is None,
         )

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dos.devices.pin_limit import remedy
 from dos.kernels.gpu_update import gpu_kernel_name
 from dos.planning.monitor import SPARE_TO_GROW, TOO_LITTLE
 from dos.planning.policies import WORTH_A_CHANGE
@@ -37,6 +38,7 @@ class Report:
         saved tensors.
     why: the reason of the last change of plan.
     real: whether a GPU updates, and not an emulated device.
+    pinned_bytes: the pinned bytes of `host_bytes` and `pool_bytes`.
     """
 
     iteration: Iteration
@@ -51,6 +53,7 @@ class Report:
     pool_bytes: int
     why: str
     real: bool
+    pinned_bytes: int = 0
 
     @property
     def exposed_s(self) -> float | None:
@@ -164,6 +167,8 @@ class Report:
             ]
         if self._leaving is not None:
             lines += [f"Saved tensors: {self._saved(*self._leaving)}"]
+        if self.real:
+            lines += [self._pinned()]
         lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
         if self.real:
             lines += [f"Updates on the device are done by {gpu_kernel_name()}"]
@@ -199,6 +204,12 @@ class Report:
         work, free = self.workload, self.workload.host_free_bytes
         room = "all" if math.isinf(free) else f"{size_of(free)}, and gradients and parameters on their way"
         return f"the host has room for {room}, beside {work.windows} windows"
+
+    def _pinned(self) -> str:
+        """Return the text about host memory that is pinned."""
+        total = self.host_bytes + self.pool_bytes
+        text = f"Host memory: {self.pinned_bytes / 2**30:.2f} of {total / 2**30:.2f} GiB pinned"
+        return text if self.pinned_bytes >= total else f"{text}; the rest is copied more slowly: {remedy()}"
 
     @property
     def _fetched_bytes(self) -> int:

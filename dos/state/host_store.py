@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from dos.devices import Copy, Device, Job
+from dos.devices.pinned import excess
 from dos.machine.host_memory import check_host_memory, left_of_share
 from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
@@ -49,6 +50,11 @@ class HostStore:
         """Bytes of host memory that are allocated."""
         return sum(tensor.nbytes for tensor in self._tensors) + self.windows.nbytes
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of these that a CUDA runtime has pinned."""
+        return sum(tensor.pinned_bytes for tensor in self._tensors) + self.windows.pinned_bytes
+
     def lower_share(self) -> None:
         """Lower a limit that is a share to the memory that is left: another optimizer may have taken some since."""
         if self.shares and self.limit is not None:
@@ -86,10 +92,12 @@ class HostStore:
     def reserve(self, subgroups: Iterable[Subgroup], updated: Iterable[Subgroup] = ()) -> list[Subgroup]:
         """Allocate homes of subgroups, and the staging of gradients and parameters of the subgroups in `updated`.
 
+        subgroups: first those of which each step copies the most.
         Raises MemoryError, before any is allocated, if the host has too little: state has no other place.
         """
-        wanted = [(tensor, s) for s in subgroups for tensor in s.arena.home()]
-        self.make([*wanted, *((tensor, s) for s in updated for tensor in s.arena.staging())])
+        # Staging first, through which each step copies: the system may limit the bytes that can be pinned.
+        wanted = [(tensor, s) for s in updated for tensor in s.arena.staging()]
+        self.make([*wanted, *((tensor, s) for s in subgroups for tensor in s.arena.home())])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
@@ -198,3 +206,7 @@ class HostStore:
                 self._tensors.add(tensor)
                 if tensor.exposed:
                     self._apart.add(tensor)
+            for tensor, first, last in reversed(missing):  # no copy uses these yet
+                if not excess():
+                    break
+                tensor.unpin(first, last)

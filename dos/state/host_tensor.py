@@ -7,13 +7,14 @@ import mmap
 import torch
 
 from dos.devices import Device
-from dos.devices.pinned import lazy_zeros, use_huge_pages
+from dos.devices.pinned import lazy_zeros, pinned_bytes, use_huge_pages
 
 
 class HostTensor:
     """1-D zeros on the host whose memory is allocated and pinned part by part.
 
-    nbytes: the bytes that are allocated. exposed: whether user code gets views of it.
+    nbytes: the bytes that are allocated. pinned_bytes: of them, those that a CUDA runtime has pinned.
+    exposed: whether user code gets views of it.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class HostTensor:
         block: parameters to one element.
         """
         self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
-        self.nbytes = 0
+        self.nbytes = self.pinned_bytes = 0
         self.exposed = exposed
         self._device = device
         self._block = block
@@ -50,6 +51,7 @@ class HostTensor:
         made = self.tensor[first:last]
         self._device.pin(made)
         self._made.add((first, last))
+        self.pinned_bytes += pinned_bytes(made)
         self._pinned.append((first, last))
         self.nbytes += made.nbytes
 
@@ -71,6 +73,12 @@ class HostTensor:
         use_huge_pages(self.tensor[first:last], use=False)
         self._made.remove(part)
         self.nbytes -= self.tensor[first:last].nbytes
+        self.pinned_bytes = pinned_bytes(self.tensor)
+
+    def unpin(self, first: int, last: int) -> None:
+        """Undo the pinning of a part that `make` has just made, and keep its memory."""
+        self._device.unpin(self.tensor[first:last], self.tensor[first:first])
+        self.pinned_bytes = pinned_bytes(self.tensor)
 
     def join(self) -> None:
         """Pin neighbours anew as one: user code copies views that span them. No transfer in flight may use them."""
@@ -83,3 +91,4 @@ class HostTensor:
         for first, last in set(joined) - set(self._pinned):
             self._device.pin(self.tensor[first:last])
         self._pinned = joined
+        self.pinned_bytes = pinned_bytes(self.tensor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
-from dos.devices.pinned import lazy_zeros
+from dos.devices.pinned import lazy_zeros, pinned_bytes
 from dos.state.arena import State, aligned
 from dos.state.disk.extent import PAGE
 from dos.state.subgroup import Subgroup
@@ -45,10 +45,12 @@ class Windows:
     """Windows of equal size, pinned.
 
     kept: the numbers of windows by subgroup, where a window keeps state between steps that is newer than on disk.
+    pinned_bytes: bytes that a CUDA runtime has pinned.
     """
 
     def __init__(self) -> None:
         self.kept: dict[Subgroup, int] = {}
+        self.pinned_bytes = 0
         self._buffers: list[Tensor] = []
         self._entered: dict[Subgroup, Window] = {}
 
@@ -70,6 +72,7 @@ class Windows:
             buffer = lazy_zeros(aligned(nbytes, PAGE), torch.uint8)
             device.pin(buffer)
             self._buffers.append(buffer)
+        self.pinned_bytes = sum(map(pinned_bytes, self._buffers))
 
     def enter(self, subgroup: Subgroup, number: int) -> Window:
         """Give a window to the subgroup."""

@@ -176,6 +176,8 @@ class Preparation:
             self._reserve(Tier.DISK, [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
         in_windows = self._get_windows(plan)
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
+        # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
+        moved.sort(key=lambda i: plan.placements[i] is Placement.CPU)
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
         for subgroup in resting:
             if stores.disk is not None and not stores.host.houses(subgroup):

@@ -242,9 +242,10 @@ class Pinning(EmulatedDevice):
         self.pinned: list[tuple[int, int]] = []
         self.on_pin = on_pin
 
-    def pin(self, tensor: Tensor) -> None:
+    def pin(self, tensor: Tensor) -> bool:
         self.pinned.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
         self.on_pin()
+        return True
 
     @property
     def made(self) -> int:

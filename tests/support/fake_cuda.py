@@ -15,6 +15,7 @@ guard make a context there, see `Runtime.contexts`.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -62,7 +63,8 @@ class Runtime:
     recorded, made: how many events were. host: the host's clock in seconds. caller: the stream on which the user works.
     waits: how often it waited for the device. capturing: whether the caller's work is captured in a graph.
     contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
-    refuses: errors of the next attempts to pin. allocated: the streams of whose memory something was allocated.
+    refuses: errors of the next attempts to pin. most_at_once, most_in_all: bytes that can be pinned; refused: the bytes
+    of attempts that asked for more. allocated: the streams of whose memory something was allocated.
     fatal: how often a forked child has done what ends its process.
     log: copies between host and device, and kernels that do nothing, as they ran.
     """
@@ -80,6 +82,8 @@ class Runtime:
         self.contexts: set[int] = set()
         self.regions: dict[int, int] = {}
         self.refuses: list[int] = []
+        self.most_at_once = self.most_in_all = math.inf
+        self.refused: list[int] = []
         self.allocated: set[FakeStream] = set()
         self.caller = self.caller_stream()
         self.fatal = 0
@@ -182,9 +186,17 @@ class Runtime:
         self.make_context()
         if self.refuses:
             return self.refuses.pop(0)
+        if nbytes > self.most_at_once or self.pinned + nbytes > self.most_in_all:
+            self.refused.append(nbytes)
+            return 2
         assert all(end <= address or address + nbytes <= first for first, end in self.regions.items()), "pinned twice"
         self.regions[address] = address + nbytes
         return 0
+
+    @property
+    def pinned(self) -> int:
+        """Bytes that are pinned."""
+        return sum(end - first for first, end in self.regions.items())
 
     def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
         self.make_context()

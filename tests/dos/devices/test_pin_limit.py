@@ -1,0 +1,193 @@
+"""Where a system pins little memory at once, or in all: on the fake runtime. No GPU has run these."""
+
+from __future__ import annotations
+
+import gc
+import platform
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam
+from dos.devices import pin_limit, pinned
+from dos.devices.pinned import excess, lazy_zeros, pin, pinned_bytes, pinned_parts, unpin
+from perfmodel import Placement
+from tests.support.fake_cuda import FakeCudaDevice, Runtime, install
+from tests.support.inside import session_of
+
+DEVICE = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    runtime = install(monkeypatch, None)
+    pinned._warn.cache_clear()
+    pinned._warn_of_parts.cache_clear()
+    monkeypatch.setattr(pin_limit, "LEFT_TO_OTHERS", 8 * MIB)
+    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)
+    yield runtime
+    assert set(Counter(runtime.refused).values()) <= {1}, "a call that failed was repeated"
+
+
+def zeros(mib: int) -> Tensor:
+    return lazy_zeros(mib * MIB, torch.uint8)
+
+
+def test_memory_is_pinned_in_pieces_where_calls_are_limited(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime.most_at_once = 5 * MIB
+    tensors = [zeros(mib) for mib in (16, 13, 4, 16)]
+    assert all(pin(tensor, DEVICE) for tensor in tensors)
+    assert runtime.refused == [16 * MIB, 8 * MIB]
+    assert [pinned_bytes(tensor) for tensor in tensors] == [tensor.nbytes for tensor in tensors]
+    assert [part.stop // MIB for part in pinned_parts(tensors[1])] == [4, 8, 13]
+    assert [r.message.split(" (")[0] for r in caplog.records] == [
+        "host memory that was pinned in parts cannot be pinned as a whole"
+    ]
+    unpin(tensors[0], tensors[0])
+    assert runtime.pinned == 33 * MIB
+
+
+def test_parts_are_joined_once_where_calls_are_limited(runtime: Runtime) -> None:
+    runtime.most_at_once = 5 * MIB
+    fields = [zeros(16) for _ in range(3)]
+    for field in fields:
+        assert all(pin(part, DEVICE) for part in field.split(4 * MIB))
+    before = dict(runtime.regions)
+    for _ in range(2):
+        assert all(pin(field, DEVICE) for field in fields), "in parts"
+    assert runtime.refused == [16 * MIB]
+    assert runtime.regions == before
+    assert pin(fields[0][: 4 * MIB], DEVICE)
+    assert runtime.regions == before, "nothing is to be done"
+
+
+def test_others_keep_room_where_the_total_is_limited(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime.most_in_all = 59 * MIB
+    tensors = [zeros(16) for _ in range(6)]
+    assert [pin(tensor, DEVICE) for tensor in tensors] == [True, True, True, False, False, False]
+    assert runtime.pinned <= 51 * MIB
+    assert runtime.pinned >= 48 * MIB - pin_limit.LEAST_BYTES
+    assert runtime.refused == [mib * MIB for mib in (16, 8, 4, 2)]
+    (message,) = [record.message for record in caplog.records]
+    assert "pinning host memory failed (out of memory); 48 MiB are pinned, and copies to and from the rest" in message
+    del tensors[1:4]
+    gc.collect()
+    assert pin(zeros(16), DEVICE), "what was pinned before can be pinned again"
+    assert len(runtime.refused) == 4
+
+
+def test_memory_that_others_have_taken_is_not_tried_again(runtime: Runtime) -> None:
+    runtime.most_in_all = 40 * MIB
+    tensors = [zeros(16) for _ in range(3)]
+    for tensor in tensors:
+        pin(tensor, DEVICE)
+    del tensor, tensors[1:]
+    gc.collect()
+    runtime.most_in_all, refused = 20 * MIB, len(runtime.refused)
+    assert not pin(zeros(15), DEVICE)
+    assert not pin(zeros(15), DEVICE)
+    assert len(runtime.refused) > refused
+    assert runtime.pinned <= 20 * MIB
+
+
+def test_nothing_can_be_pinned(runtime: Runtime) -> None:
+    runtime.most_in_all = 0
+    assert not any(pin(zeros(16), DEVICE) for _ in range(3))
+    assert runtime.refused == [mib * MIB for mib in (16, 8, 4, 2)]
+    assert not excess()
+
+
+def test_a_kernel_that_leaks_is_asked_for_no_more_than_it_pins(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "6.11.0-17-generic")
+    monkeypatch.setattr(pin_limit, "_LEAKS_ABOVE", 8 * MIB)
+    runtime.most_at_once = 8 * MIB
+    assert pin(zeros(24), DEVICE)
+    assert not runtime.refused
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "locked", "said"),
+    [
+        ("Linux version 5.15.167.4-microsoft-standard-WSL2", "5.15.167.4", -1, "memory= under [wsl2] in .wslconfig"),
+        ("Linux version 6.10.14-linuxkit", "6.10.14-linuxkit", -1, "Docker Desktop"),
+        ("Linux version 6.11.0-17-generic", "6.11.0-17-generic", -1, "Linux 6.11.0-17-generic cannot pin more than"),
+        ("Linux version 6.8.0", "6.8.0", 8 * MIB, "locked memory, 8192 KiB (ulimit -l unlimited)"),
+        ("Linux version 6.8.0", "6.8.0", -1, "Linux 6.8.0 has no limit that DOSAdam knows"),
+    ],
+)
+def test_the_remedy_is_that_of_this_system(
+    version: str, release: str, locked: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version").write_text(version)
+    monkeypatch.setattr(pin_limit, "_VERSION", tmp_path / "version")
+    monkeypatch.setattr(platform, "release", lambda: release)
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (locked, locked))
+    assert said in pin_limit.remedy()
+    assert ";" not in pin_limit.remedy(), "the other remedies are not for this system"
+
+
+NUMEL = 4 * MIB
+
+
+def trained(runtime: Runtime, **settings: object) -> tuple[DOSAdam, nn.Parameter]:
+    """A parameter of which each field of state has 16 MiB, in four subgroups, after two steps."""
+    parameter = nn.Parameter(torch.ones(NUMEL))
+    optimizer = DOSAdam([parameter], device=FakeCudaDevice(runtime), subgroup_size=MIB, **settings)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    optimizer.synchronize()
+    return optimizer, parameter
+
+
+def test_reading_state_costs_one_failed_call(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+    runtime.most_at_once = 4 * MIB
+    optimizer, parameter = trained(runtime, policy="cpu")
+    assert not runtime.refused
+    for _ in range(2):
+        entry = optimizer.state[parameter]
+    assert runtime.refused == [16 * MIB]
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        entry["exp_avg"].to("cuda")
+    assert "copy its .clone() there" in caplog.text
+    assert "Host memory: 0.06 of 0.06 GiB pinned" in optimizer.explain().splitlines()
+    reference = nn.Parameter(torch.ones(NUMEL))
+    adamw = torch.optim.AdamW([reference])
+    for _ in range(2):
+        reference.grad = torch.ones_like(reference)
+        adamw.step()
+    torch.testing.assert_close(parameter, reference)
+
+
+def test_each_part_is_too_large(runtime: Runtime) -> None:
+    runtime.most_at_once = 3 * MIB
+    optimizer, parameter = trained(runtime, policy="cpu")
+    assert optimizer.state[parameter]["exp_avg"].sum() > 0
+    assert runtime.refused == [4 * MIB]
+
+
+def test_staging_and_state_that_streams_are_pinned_first(runtime: Runtime) -> None:
+    runtime.most_in_all = 50 * MIB
+    optimizer, _ = trained(runtime, policy="stride:2")
+    plan = optimizer.plan()
+    assert plan is not None
+    assert runtime.pinned <= 42 * MIB
+    subgroups = session_of(optimizer).registry.accelerated
+    (arena,) = {subgroup.arena for subgroup in subgroups}
+    first = [(tensor, i) for i in plan.served(Placement.CPU) for tensor in arena.staging()]
+    first += [(tensor, i) for i in plan.served(Placement.GPU_STREAMED) for tensor in arena.home()]
+    parts = [tensor.tensor[subgroups[i].start : subgroups[i].stop] for tensor, i in first]
+    assert sum(part.nbytes for part in parts) == 32 * MIB
+    assert [pinned_bytes(part) for part in parts] == [part.nbytes for part in parts]
+    (line,) = [line for line in optimizer.explain().splitlines() if line.startswith("Host memory")]
+    assert line.startswith(
+        f"Host memory: {runtime.pinned / 2**30:.2f} of 0.05 GiB pinned; the rest is copied more slowly"
+    )
