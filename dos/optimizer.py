@@ -28,7 +28,7 @@ from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
 from dos.sharding.meshes import Meshes
 from dos.state.record import step_of
-from dos.torch_internals.callers import loads_full_state
+from dos.torch_internals.callers import TrueForScaler, loads_full_state
 from dos.torch_internals.loading_hooks import after_loading, before_loading
 from dos.torch_internals.modes import disable_dynamo
 from dos.weights.blocks import checked_weights
@@ -104,7 +104,7 @@ class DOSAdam(Optimizer):
         RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after their first step.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler.step() leaves unscaling and skipping to us
+    _step_supports_amp_scaling = TrueForScaler()  # GradScaler.step() leaves unscaling and skipping to us
 
     _process_groups: Sequence[ProcessGroup] = ()
 

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate with FSDP2: `prepare` shards the model and puts its shards into DOSAdam; attach after that.
 
-torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py      # or: accelerate launch --num_processes 2 ...
-torchrun --nproc-per-node 8 examples/accelerate_fsdp2.py --device cuda
+torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py
+torchrun --nproc-per-node 8 examples/accelerate_fsdp2.py --device cuda    # or: accelerate launch --num_processes 8 ...
 """
 
 from __future__ import annotations

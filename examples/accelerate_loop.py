@@ -1,6 +1,7 @@
 """Hugging Face Accelerate, with accumulation over micro-batches: `prepare` wraps DOSAdam as any optimizer.
 
-python examples/accelerate_loop.py          # or: accelerate launch examples/accelerate_loop.py --device cuda
+python examples/accelerate_loop.py          # or: accelerate launch examples/accelerate_loop.py
+python examples/accelerate_loop.py --device cuda
 """
 
 from __future__ import annotations

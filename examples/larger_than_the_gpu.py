@@ -2,6 +2,7 @@
 
 python examples/larger_than_the_gpu.py                    # on a laptop: what a GPU would hold is counted
 python examples/larger_than_the_gpu.py --device cuda
+torchrun --nproc-per-node 2 examples/larger_than_the_gpu.py
 
 One GPU is enough; under torchrun each rank has its share. A layer's weights are on the GPU while it runs, so the GPU
 needs memory for some layers and for activations, the host 16 bytes for each parameter in float32, 14 in bfloat16.
@@ -44,13 +45,16 @@ def model() -> nn.Sequential:
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train; the loss of each step."""
+    """Train; this rank's loss in each step."""
     options = tiny.options(arguments, steps=60)
     cuda = options.device == "cuda"
-    if "RANK" not in os.environ:  # not under torchrun
+    if "RANK" not in os.environ and not dist.is_initialized():  # not under torchrun
         dist.init_process_group("nccl" if cuda else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        rank, world = 0, 1
+    else:
+        _, rank, world = tiny.start_rank(options.device)
     net = model()
-    mesh = init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (world,))
     policy = CPUOffloadPolicy(pin_memory=cuda)
     for layer in net:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     gathered = Gathered(net)
     losses = []
     for inputs, targets in tiny.batches(options.steps, torch.device("cuda" if cuda else "cpu")):
-        loss = nn.functional.cross_entropy(net(inputs), targets)
+        loss = nn.functional.cross_entropy(net(inputs[rank::world]), targets[rank::world])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -70,13 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     optimizer.synchronize()
     whole = sum(p.numel() * p.element_size() for p in net.parameters())
     peak = torch.cuda.max_memory_allocated() if cuda else gathered.peak
-    print(
-        f"{whole} bytes of parameters; at most {peak} bytes {'of GPU memory' if cuda else 'of them gathered at once'}"
-    )
     if not cuda:
         assert peak <= DEVICE_BYTES < whole
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-    dist.destroy_process_group()
+    if rank == 0:
+        held = "of GPU memory" if cuda else "of them gathered at once"
+        print(f"{whole} bytes of parameters; at most {peak} bytes {held}")
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return losses
 
 
@@ -98,3 +101,4 @@ class Gathered:
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()

@@ -30,6 +30,17 @@ class ScalerStep(NamedTuple):
             self.found_inf[device] = torch.full((1,), float(infinite), dtype=torch.float32, device=device)
 
 
+class TrueForScaler:
+    """An attribute of an optimizer's class that is true within `GradScaler.step()`, and else false.
+
+    `GradScaler.step()` reads `_step_supports_amp_scaling` to leave unscaling and skipping to the optimizer's step.
+    Lightning reads it, too, to refuse gradient clipping, with or without a scaler. User code may set it on an optimizer.
+    """
+
+    def __get__(self, optimizer: object, owner: type) -> bool:
+        return calling_scaler() is not None
+
+
 def calling_scaler() -> ScalerStep | None:
     """Return the scaler's step within which this thread runs; None if there is none.
 

@@ -99,7 +99,7 @@ def test_accelerate() -> None:
     torch.testing.assert_close(by_accelerate(dos_adam()), by_accelerate(ADAMW), rtol=1e-4, atol=1e-6)
 
 
-def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], algorithm: str) -> list[Tensor]:
+def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], **given: Any) -> list[Tensor]:
     lightning = pytest.importorskip("pytorch_lightning")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     kind, settings = choice
@@ -115,18 +115,44 @@ def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], algorithm: str)
         def training_step(self, batch: Tensor) -> Tensor:
             return self.net(batch).square().mean()
 
+    if scale := given.pop("scale", None):  # Trainer makes no scaler on the CPU
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        given["plugins"] = [lightning.plugins.precision.MixedPrecision("16-mixed", "cpu", scaler)]
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
-        accelerator="cpu", max_steps=4, accumulate_grad_batches=2, gradient_clip_val=0.01,
-        gradient_clip_algorithm=algorithm, enable_model_summary=False, **quiet,
-    )  # fmt: skip
+        accelerator="cpu", max_steps=4, accumulate_grad_batches=2, enable_model_summary=False, **quiet, **given
+    )
     module = Module()
     trainer.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    check(trainer.optimizers[0])
+    if settings.get("offload_gradients"):
+        check(trainer.optimizers[0])
     return list(module.parameters())
 
 
-def test_lightning() -> None:
-    torch.testing.assert_close(by_lightning(dos_adam(), "norm"), by_lightning(ADAMW, "norm"), rtol=1e-4, atol=1e-6)
+OFFLOADS = dos_adam()[1]
+STAYS = OFFLOADS | {"offload_gradients": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "given"),
+    [
+        (OFFLOADS, {"gradient_clip_val": 0.01}),
+        (OFFLOADS, {"gradient_clip_val": 0.01, "precision": "bf16-mixed"}),
+        (STAYS, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "precision": "bf16-mixed"}),
+        (STAYS, {"scale": 8.0}),
+        (STAYS, {"scale": 8.0, "gradient_clip_val": 0.01}),
+        (STAYS, {"scale": 2.0**20, "gradient_clip_val": 0.01}),
+    ],
+    ids=["clips", "bf16", "bf16, by value", "16", "16, clips", "16, infinite at first, clips"],
+)
+def test_lightning(settings: dict[str, Any], given: dict[str, Any]) -> None:
+    torch.testing.assert_close(
+        by_lightning((DOSAdam, settings), **given), by_lightning(ADAMW, **given), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_lightning_is_told_what_does_not_work() -> None:
     with pytest.raises(RuntimeError, match="clip_grad_value_ cannot clip gradients that DOSAdam"):
-        by_lightning(dos_adam(), "value")
+        by_lightning(dos_adam(), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    with pytest.raises(RuntimeError, match="GradScaler cannot check gradients that DOSAdam"):
+        by_lightning(dos_adam(), scale=8.0)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dos.torch_internals.callers import calling_scaler, loads_full_state, makes_state, unflattens_state
+from dos.torch_internals.callers import TrueForScaler, calling_scaler, loads_full_state, makes_state, unflattens_state
 
 CHANGED = "torch has changed what dos/torch_internals/callers.py relies on"
 
@@ -23,7 +23,7 @@ CHANGED = "torch has changed what dos/torch_internals/callers.py relies on"
 class Asking(torch.optim.AdamW):
     """seen: what it is called for."""
 
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = TrueForScaler()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,6 +79,14 @@ def test_the_scaler_that_calls_takes_notice(gradient: float | None, infinite: bo
     scaler.update()
     assert scaler.get_scale() == (4.0 if infinite else 8.0), CHANGED
     assert calling_scaler() is None
+
+
+def test_only_the_scaler_learns_that_a_step_unscales() -> None:
+    """And user code can say otherwise, for one optimizer."""
+    optimizer = Asking([nn.Parameter(torch.ones(2))])
+    assert not optimizer._step_supports_amp_scaling
+    optimizer._step_supports_amp_scaling = True  # type: ignore[assignment]
+    assert optimizer._step_supports_amp_scaling
 
 
 def test_a_scaler_that_passes_itself_warns_that_it_will_not() -> None:
