@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dos.activations.offload import checked_amount
-from dos.devices import Device
+from dos.arguments import flag
+from dos.devices import Device, checked_device
 from dos.gradients.torch_clipping import watch_clipping
 from dos.guard import exclusive
 from dos.options import Options, folders_of
@@ -22,11 +23,11 @@ from dos.parameters.hooks import check_model
 from dos.parameters.loading import checked, to_be_filled
 from dos.planning.policies import Policy
 from dos.rules.adamw import AdamW
-from dos.rules.base import Rule
+from dos.rules.base import Rule, check_number
 from dos.rules.entries import adamw_form
 from dos.session import Session
 from dos.sharding.ddp import CommHook, watch_buckets
-from dos.sharding.meshes import Meshes
+from dos.sharding.meshes import Meshes, checked_groups
 from dos.state.record import step_of
 from dos.torch_internals.callers import TrueForScaler, loads_full_state
 from dos.torch_internals.loading_hooks import after_loading, before_loading
@@ -91,16 +92,16 @@ class DOSAdam(Optimizer):
         host_memory: bytes of host memory for optimizer state, including buffers for gradients, parameters and state.
             None: all memory that is available, or nine tenths of it with ``disk``.
         decoupled_weight_decay: False gives Adam with L2 regularisation.
-        device: the accelerator on which the parameters are. None: the CUDA device of the parameters, if any. Pass a
-            ``dos.EmulatedDevice`` to try the engine without an accelerator.
+        device: the accelerator on which the parameters are, as a torch device, its name or its index. None: the CUDA
+            device of the parameters, if any. Pass a ``dos.EmulatedDevice`` to try the engine without an accelerator.
         process_groups: process groups over which the job is divided beside the meshes of its DTensors, such as the
             stages of a pipeline: the gradients' norm, and GradScaler's check for infinite gradients, cover all of them.
             Copies and pickles do not have them.
 
     Raises:
         ValueError: a setting out of range, an unknown policy, duplicate parameters, parameters on several
-            accelerators, capturable or differentiable.
-        TypeError: a parameter of another dtype or layout.
+            accelerators, a device that torch does not find, capturable or differentiable.
+        TypeError: a setting of another type, a parameter of another dtype or layout.
         RuntimeError: from ``step()``: sparse gradients, or parameters moved or converted after their first step.
     """
 
@@ -134,7 +135,7 @@ class DOSAdam(Optimizer):
         disk: str | Path | Sequence[str | Path] | None = None,
         host_memory: int | None = None,
         decoupled_weight_decay: bool = True,
-        device: Device | torch.device | str | None = None,
+        device: Device | torch.device | str | int | None = None,
         process_groups: Sequence[ProcessGroup] = (),
     ) -> None:
         defaults = {
@@ -154,7 +155,10 @@ class DOSAdam(Optimizer):
             raise TypeError(
                 f"params: expected parameters, found a model, {type(params).__name__}; pass its parameters()"
             )
-        rule = self._rule(master_weights, state_format)
+        if not isinstance(params, Iterable):
+            raise TypeError(f"params: expected parameters, found {params!r}; pass model.parameters()")
+        device = checked_device(device)
+        rule = self._rule(flag(master_weights, "master_weights"), state_format)
         rule.check(defaults, "DOSAdam")
         options = Options(
             policy=policy,
@@ -168,7 +172,7 @@ class DOSAdam(Optimizer):
             disk=folders_of(disk),
             host_memory=host_memory,
         )
-        self._process_groups = tuple(process_groups)
+        self._process_groups = checked_groups(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
         self._session.reconciler.seen = False  # only torch's constructor has read the state, no user code
@@ -294,6 +298,7 @@ class DOSAdam(Optimizer):
         Returns the norm before clipping, a float32 tensor of shape () where the gradients are; reading it synchronises.
         Raises ValueError unless ``max_norm`` is above 0.
         """
+        check_number(max_norm, "max_norm", or_bool=False)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         return self._session.clip(max_norm)
@@ -356,7 +361,15 @@ class DOSAdam(Optimizer):
         return to_be_filled(self, found, self._options.rule) if loads_full_state() else found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match."""
+        """Load a state dict of DOSAdam or AdamW. Raises ValueError, and changes nothing, if it does not match.
+
+        Raises TypeError for anything but a dict.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"expected a state dict, found {type(state_dict).__name__}; pass what optimizer.state_dict() gave, or "
+                "torch.load(path)"
+            )
         state_dict = before_loading(self, state_dict.copy())
         self._session.load(*checked(self, state_dict, self._options.rule))
         after_loading(self)
@@ -370,6 +383,8 @@ class DOSAdam(Optimizer):
         a time, so that you need not hold a large model's state twice; ``load_state_dict`` takes either form.
         Raises KeyError for a parameter that has no state.
         """
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"expected a parameter, found {parameter!r}; pass model.get_parameter(name)")
         entry = self.state.get(parameter)
         if not entry:
             raise KeyError(

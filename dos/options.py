@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dos.arguments import is_number, share_or_count, whole_number
 from dos.devices import Device
 from dos.machine.profiles import check_named
 from dos.planning.policies import Policy, resolve_policy
@@ -64,20 +65,25 @@ class Options:
             "policy": "a callable" if callable(self.policy) else str(self.policy),
         }
 
+    def _replace(self, name: str, value: object) -> None:
+        """Put a checked value in the place of the user's."""
+        object.__setattr__(self, name, value)
+
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
-        size = self.subgroup_size
-        if isinstance(size, bool) or not isinstance(size, int | None):
-            raise TypeError(f"subgroup_size must be an int (parameters), found {size!r}")
-        if size is not None and size < 1:
-            raise ValueError(f"subgroup_size must be 1 or more parameters, found {size}")
+        if self.offload_gradients not in (True, False):
+            raise ValueError(
+                f"offload_gradients must be True or False, found {self.offload_gradients!r}; with True gradients add "
+                "up in their own dtype, as in p.grad"
+            )
+        self._replace("offload_gradients", bool(self.offload_gradients))
+        for name, unit in (("subgroup_size", "parameters"), ("host_memory", "bytes")):
+            if getattr(self, name) is not None:
+                self._replace(name, whole_number(getattr(self, name), name, unit, least=1))
         if not isinstance(self.profile, HardwareProfile | str | Path | None):
             raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
         if isinstance(self.profile, str | Path):
             check_named(self.profile)
-        host = self.host_memory
-        if host is not None and (isinstance(host, bool) or not isinstance(host, int) or host < 1):
-            raise ValueError(f"host_memory must be 1 or more bytes as an int, or None, found {host!r}")
         if self.disk and self.rule.whole:
             raise ValueError(
                 "disk= has subgroups of whole pages, which divide parameters, and this optimizer updates them as a "
@@ -89,24 +95,22 @@ class Options:
             value = getattr(self, name)
             if value is not None:
                 check_number(value, name, or_bool=False)
+                self._replace(name, float(value))
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
-        if self.offload_gradients not in (True, False):
-            raise ValueError(
-                f"offload_gradients must be True or False, found {self.offload_gradients!r}; with True gradients add "
-                "up in their own dtype, as in p.grad"
-            )
         budget = self.memory_budget
         if budget is not None and not callable(budget):
-            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            if not is_number(budget):
                 raise TypeError(
                     f"memory_budget must be an int (bytes), a float in [0, 1] (a share of the device's memory), a "
                     f"function giving bytes, or None, found {budget!r}"
                 )
-            if not 0 <= budget < math.inf or (isinstance(budget, float) and budget > 1):
+            amount = share_or_count(budget)
+            if amount is None:
                 raise ValueError(
                     f"memory_budget must be 0 or more bytes as an int, or a share in [0, 1] as a float, found {budget}"
                 )
+            self._replace("memory_budget", amount)
         if self.memory_interval is not None and not 0 < self.memory_interval < math.inf:
             raise ValueError(f"memory_interval must be above 0 seconds, or None, found {self.memory_interval}")
 

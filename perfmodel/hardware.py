@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -102,7 +103,10 @@ class HardwareProfile:
             raise ValueError(f"profile name must be a text, found {self.name!r}")
         for name, (least, most, integer) in _LIMITS.items():
             value = getattr(self, name)
-            known = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
+            known = isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
+            if known and not isinstance(value, int | float):  # one of numpy's, which JSON has not
+                value = int(value) if integer else float(value)
+                object.__setattr__(self, name, value)
             if not (known and least <= value <= most) and not (name == "host_bandwidth" and value == math.inf):
                 kind = "a whole" if integer else "a positive" if least else "a"
                 raise ValueError(
@@ -120,7 +124,12 @@ class HardwareProfile:
 
     def scaled(self, factor: float) -> HardwareProfile:
         """A machine with all rates times `factor` and the same fixed costs: the same proportions, slower or faster."""
-        return self.replace(**{name: getattr(self, name) * factor for name in RATES if name != "cpu_traffic_factor"})
+        given: object = factor
+        if not isinstance(given, numbers.Real):
+            raise TypeError(f"factor must be a number, found {factor!r}")
+        return self.replace(
+            **{name: getattr(self, name) * float(factor) for name in RATES if name != "cpu_traffic_factor"}
+        )
 
     def replace(self, **values: Any) -> HardwareProfile:
         """The profile with other values of the fields that are named."""
@@ -181,7 +190,7 @@ class HardwareProfile:
     def builtin(cls, name: str) -> HardwareProfile:
         """The built-in profile of that name. Raises ValueError listing the names there are."""
         profiles = builtin_profiles()
-        if name not in profiles:
+        if not isinstance(name, str) or name not in profiles:
             raise ValueError(f"no built-in hardware profile {name!r}; there are {', '.join(sorted(profiles))}")
         return profiles[name]
 

@@ -57,20 +57,21 @@ def test_layers() -> None:
 
 
 INNER: dict[str, set[str]] = {
+    "arguments": set(),
     "guard": set(),
     "machine": {"guard"},
     "torch_internals": set(),
     "sharding": {"torch_internals"},
-    "rules": {"kernels", "sharding"},
-    "devices": {"guard", "machine", "torch_internals"},
-    "activations": {"devices", "guard", "machine", "planning", "sharding", "state", "torch_internals"},
+    "rules": {"arguments", "kernels", "sharding"},
+    "devices": {"arguments", "guard", "machine", "torch_internals"},
+    "activations": {"arguments", "devices", "guard", "machine", "planning", "sharding", "state", "torch_internals"},
     "kernels": {"machine", "torch_internals"},
     "state": {"devices", "guard", "kernels", "machine", "rules", "sharding", "torch_internals"},
     "disk": {"state"},
     "gradients": {"devices", "guard", "kernels", "sharding", "state", "step", "torch_internals"},
     "step": {"devices", "guard", "kernels", "machine", "rules", "sharding", "state"},
-    "planning": {"calibration", "devices", "guard", "kernels", "machine", "state", "step"},
-    "options": {"devices", "machine", "planning", "rules"},
+    "planning": {"arguments", "calibration", "devices", "guard", "kernels", "machine", "state", "step"},
+    "options": {"arguments", "devices", "machine", "planning", "rules"},
     "parameters": {
         "devices",
         "gradients",
@@ -85,7 +86,7 @@ INNER: dict[str, set[str]] = {
         "torch_internals",
     },
     "calibration": {"devices", "kernels", "machine", "state"},
-    "weights": {"devices", "guard", "machine", "parameters", "sharding", "state", "torch_internals"},
+    "weights": {"arguments", "devices", "guard", "machine", "parameters", "sharding", "state", "torch_internals"},
     "calibrate": {"calibration"},
     "backward": {
         "activations",

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
 from dos.activations.saved import MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
+from dos.arguments import is_number, share_or_count
 from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
@@ -497,10 +498,11 @@ def checked_amount(value: object) -> Amount | None:
     """
     if value is None:
         return None
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"activations must be a share from 0 to 1, bytes as an int, 'auto' or None, found {value!r}")
-    if not value >= 0 or (isinstance(value, float) and value > 1):
+    amount = share_or_count(value)
+    if amount is None:
         raise ValueError(f"activations must be a share from 0 to 1, or bytes as an int, found {value}")
-    return float(value) if value <= 1 else value
+    return float(amount) if amount <= 1 else amount

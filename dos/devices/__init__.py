@@ -14,7 +14,7 @@ from dos.devices.base import (
     pinned_zeros,
 )
 from dos.devices.emulated import EmulatedDevice, Script
-from dos.devices.select import DeviceFinder
+from dos.devices.select import DeviceFinder, checked_device
 
 __all__ = [
     "LANE_OF",
@@ -29,6 +29,7 @@ __all__ = [
     "Memory",
     "Script",
     "ThreadJob",
+    "checked_device",
     "memory_of",
     "pinned_zeros",
 ]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dos.arguments import given_bytes, whole_number
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob, memory_of
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
@@ -77,11 +78,38 @@ def _nbytes(storages: Storages) -> int:
     return sum(storage.nbytes() for storage in (each() for each in storages.valuerefs()) if storage is not None)
 
 
+_REMEDY = (
+    "offload gradients or activations, train a smaller batch, call release_memory(), or give EmulatedDevice a larger "
+    "capacity"
+)
+
+
+def _checked(profile: object) -> HardwareProfile:
+    """Return a profile, or the built-in one of this name. Raises TypeError or ValueError for anything else."""
+    if isinstance(profile, str):
+        return HardwareProfile.builtin(profile)
+    if not isinstance(profile, HardwareProfile):
+        raise TypeError(
+            f"profile must be a perfmodel.hardware.HardwareProfile, or the name of a built-in one, found {profile!r}"
+        )
+    return profile
+
+
+def _occupancy(found: object, what: str) -> Occupancy:
+    """Return bytes, or the user's function. Raises TypeError or ValueError for anything else."""
+    return found if callable(found) else whole_number(found, what, "bytes")
+
+
+def _now(occupancy: Occupancy, what: str) -> int:
+    """Return the present bytes. Raises TypeError or ValueError if the user's function gives none."""
+    return given_bytes(occupancy(), what) if callable(occupancy) else occupancy
+
+
 class EmulatedDevice:
     """Emulates an accelerator and its host; parameters are ordinary CPU tensors that count as being on it.
 
-    profile: rates of the links, the device, the host's update and the disk. `profile.scaled(1 / 500)` makes a
-        large machine's proportions last long enough to be reproduced by a small one.
+    profile: rates of the links, the device, the host's update and the disk, or the name of a built-in profile.
+        `profile.scaled(1 / 500)` makes a large machine's proportions last long enough to be reproduced by a small one.
     capacity: device memory in bytes.
     occupied: bytes that the model and its activations take; the most that they ever took stays reserved for them.
         Tensors for which `count` was called are added: saved tensors, where these are offloaded, and gradients.
@@ -92,6 +120,8 @@ class EmulatedDevice:
     Copies and updates are real, each stream runs on a thread of its own, and a lane serves one of them at a time.
     Allocations past the capacity raise torch.OutOfMemoryError. Copies and pickles of an emulated device are new devices
     of the same make, except `copy.deepcopy`, which returns the device itself, as for a torch device.
+
+    Raises TypeError or ValueError for another profile, or for bytes that are no whole number of 0 or more.
     """
 
     uuid = None  # NVML does not know it
@@ -101,16 +131,16 @@ class EmulatedDevice:
 
     def __init__(
         self,
-        profile: HardwareProfile,
+        profile: HardwareProfile | str,
         capacity: int,
         occupied: Occupancy = 0,
         *,
         neighbour: Occupancy = 0,
     ) -> None:
-        self.profile = profile
-        self.capacity = capacity
-        self.occupied = occupied
-        self.neighbour = neighbour
+        self.profile = _checked(profile)
+        self.capacity = whole_number(capacity, "capacity", "bytes")
+        self.occupied = _occupancy(occupied, "occupied")
+        self.neighbour = _occupancy(neighbour, "neighbour")
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0
@@ -120,8 +150,8 @@ class EmulatedDevice:
         self._granted = 0
         self.renew()
         self.usage()
-        if not 0 <= self.peak_bytes <= capacity:
-            raise ValueError(f"occupied must lie in [0, capacity={capacity}] bytes, found {self.peak_bytes}")
+        if self.peak_bytes > self.capacity:
+            raise ValueError(f"occupied must lie in [0, capacity={self.capacity}] bytes, found {self.peak_bytes}")
         renewed.add(self)
 
     def __repr__(self) -> str:
@@ -176,7 +206,7 @@ class EmulatedDevice:
         free = self._free()
         if nbytes > free:
             raise torch.OutOfMemoryError(
-                f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free"
+                f"emulated device out of memory: {nbytes} bytes asked for, {free} of {self.capacity} free; {_REMEDY}"
             )
 
     def _hold(self, buffer: Tensor) -> None:
@@ -213,7 +243,8 @@ class EmulatedDevice:
         free = self._drain_if_short(nbytes)
         if nbytes > free:
             raise torch.OutOfMemoryError(
-                f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free"
+                f"emulated device out of memory: a tensor of {nbytes} bytes was made, {free} of {self.capacity} free; "
+                f"{_REMEDY}"
             )
         self._counted[storage_address(storage)] = storage
         self.usage()
@@ -242,9 +273,9 @@ class EmulatedDevice:
     @exclusive
     def usage(self) -> Usage:
         """Let the neighbour take as many of the bytes that it wants as are free, and return the bytes of each."""
-        occupied = _nbytes(self._counted) + (self.occupied() if callable(self.occupied) else self.occupied)
+        occupied = _nbytes(self._counted) + _now(self.occupied, "occupied")
         held = _nbytes(self._live)
-        wanted = self.neighbour() if callable(self.neighbour) else self.neighbour
+        wanted = _now(self.neighbour, "neighbour")
         self._reserved = max(self._reserved, occupied)
         self._granted = min(wanted, max(self._granted, self.capacity - self._reserved - held))
         self.unmet_bytes = wanted - self._granted

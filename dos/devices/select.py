@@ -2,11 +2,60 @@
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 from torch import Tensor
 
+from dos.arguments import is_number
 from dos.devices import cuda
 from dos.devices.base import Device
+from perfmodel.hardware import HardwareProfile
+
+
+def checked_device(device: object) -> Device | torch.device | None:
+    """Return the argument `device`: a device of the engine, a torch device, also by its name or index, or None.
+
+    Raises TypeError or ValueError for anything else, and for a CUDA device that torch does not find.
+    """
+    if device is None or _is_device(device):
+        return device  # type: ignore[return-value]
+    if isinstance(device, HardwareProfile):
+        raise TypeError(
+            f"device: found the profile {device.name!r}, which has rates and no memory; pass "
+            "dos.EmulatedDevice(profile, capacity), with the capacity in bytes"
+        )
+    named = device
+    if is_number(device) and isinstance(device, numbers.Integral):
+        named = f"{cuda.TYPE}:{device}"  # as torch takes an index
+    if not isinstance(named, str | torch.device):
+        raise TypeError(f"{_EXPECTED}; found {device!r}")
+    try:
+        wanted = torch.device(named)
+    except RuntimeError as error:
+        raise ValueError(f"{_EXPECTED}; found {device!r}") from error
+    if wanted.type not in ("cpu", cuda.TYPE):
+        raise ValueError(f"{_EXPECTED}, on cpu or cuda; found {device!r}")
+    count = torch.cuda.device_count() if wanted.type == cuda.TYPE else 0
+    if wanted.type == cuda.TYPE and (wanted.index or 0) >= count:
+        raise ValueError(
+            f"device is {device!r}, and torch.cuda.device_count() is {count} here; leave device= out for parameters on "
+            "the host, or pass a dos.EmulatedDevice(profile, capacity)"
+        )
+    return wanted
+
+
+def _is_device(device: object) -> bool:
+    """Return whether this is a device of the engine, by its methods: of ours, or one of the user's own."""
+    return not isinstance(device, type) and all(
+        hasattr(device, name) for name in ("owns", "allocate", "copy", "launch")
+    )
+
+
+_EXPECTED = (
+    "device must be the torch device of the parameters, or a dos.EmulatedDevice(profile, capacity), "
+    "which has an accelerator's memory and speed on the CPU"
+)
 
 
 class DeviceFinder:
@@ -26,7 +75,7 @@ class DeviceFinder:
         """Return whether the parameter is on the accelerator when it is used.
 
         Raises TypeError for a parameter on a kind of device that is not supported, ValueError for one elsewhere than
-        requested, or a request that is no device.
+        requested.
         """
         if self.found is None:
             self.found = self._device_of(parameter)
@@ -61,13 +110,7 @@ class DeviceFinder:
         if there.type not in ("cpu", cuda.TYPE):
             raise TypeError(f"expected parameters on cpu or cuda, found {there}")
         if requested is not None:
-            try:
-                wanted = torch.device(requested)
-            except RuntimeError as error:
-                raise ValueError(
-                    "device must be the torch device of the parameters, or a dos.EmulatedDevice(profile, capacity), "
-                    f"which has an accelerator's memory and speed on the CPU; found {requested!r}"
-                ) from error
+            wanted = torch.device(requested)
             if there.type == "cpu" and wanted.type == cuda.TYPE:
                 return None  # until user code or `attach(weights=...)` moves it there
             if wanted.type != there.type or wanted.index not in (None, there.index):

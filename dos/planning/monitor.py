@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import statistics
 import threading
 import time
@@ -12,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dos.arguments import given_bytes
 from dos.devices import Device
 from dos.guard import exclusive, renewed
 from dos.planning.forecast import Forecast, Room
@@ -191,7 +191,7 @@ class MemoryMonitor:
     @exclusive
     def _room(self) -> Room:
         if callable(self._budget):
-            nbytes = _checked(self._budget())
+            nbytes = given_bytes(self._budget(), "memory_budget")
             return Room(nbytes, nbytes, BUDGET, more=0)
         room = self.forecast.room()
         if self._budget is None:
@@ -212,15 +212,6 @@ def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, 
             found.append((free - max(limit, 0), why))
             free = max(limit, 0)
     return tuple(found)
-
-
-def _checked(nbytes: object) -> int:
-    """Return the result of a user's memory budget. Raises TypeError or ValueError if it is no number of bytes."""
-    if isinstance(nbytes, bool) or not isinstance(nbytes, numbers.Real):
-        raise TypeError(f"memory_budget: the function must give bytes as an int, found {nbytes!r}")
-    if not 0 <= float(nbytes) < math.inf:
-        raise ValueError(f"memory_budget: the function must give 0 or more bytes, found {nbytes}")
-    return int(float(nbytes))
 
 
 def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 
+from dos.arguments import is_number
 from perfmodel import Lane, Op, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.demand import demands
@@ -38,10 +38,11 @@ def resolve_policy(policy: str | float | Policy) -> Policy:
     """
     if callable(policy):
         return policy
-    if isinstance(policy, (int, float)) and not isinstance(policy, bool):
-        if not 0.0 <= policy <= 1.0 or math.isnan(policy):
+    if is_number(policy):
+        policy = float(policy)
+        if not 0.0 <= policy <= 1.0:
             raise ValueError(f"policy: a ratio is the share updated on the CPU and lies in [0, 1], found {policy}")
-        return partial(static_ratio, ratio=float(policy))
+        return partial(static_ratio, ratio=policy)
     if not isinstance(policy, str):
         raise TypeError(f"policy: expected {_KNOWN}, found {policy!r}")
     name, _, argument = policy.partition(":")

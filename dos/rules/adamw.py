@@ -9,8 +9,10 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor
 
+from dos.arguments import flag
 from dos.kernels import update
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch
@@ -73,12 +75,16 @@ class AdamW:
             if not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{where}: {name} must be 0 or more and finite, found {float(value)}")
         betas = group["betas"]
-        if not isinstance(betas, Sequence | Tensor) or len(betas) != 2:
+        if not isinstance(betas, Sequence | Tensor | np.ndarray) or len(betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, found {betas}")
         for i, beta in enumerate(betas):
             check_number(beta, f"{where}: betas[{i}]")
             if not 0.0 <= float(beta) < 1.0:
                 raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
+        for name in ("amsgrad", "maximize", "decoupled_weight_decay"):
+            value = group[name]
+            if value is not True and value is not False and value is not None:
+                flag(value, f"{where}: {name}")
         if group["capturable"]:
             raise ValueError(
                 f"{where}: capturable=True is not supported, because part of the update runs on the host, which a CUDA "
@@ -156,9 +162,9 @@ class AdamW:
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=count,
-            amsgrad=group["amsgrad"],
-            maximize=group["maximize"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+            decoupled_weight_decay=bool(group["decoupled_weight_decay"]),
             grad_scale=scale,
         )
 

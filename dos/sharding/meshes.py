@@ -119,3 +119,14 @@ def _copies(parameter: Any) -> int:
         return 1
     mesh = parameter.device_mesh
     return math.prod(mesh.size(dim) for dim, p in enumerate(parameter.placements) if p.is_replicate())
+
+
+def checked_groups(groups: object) -> tuple[Any, ...]:
+    """Return the argument `process_groups`; None is no group. Raises TypeError for anything but process groups."""
+    found = () if groups is None else tuple(groups) if isinstance(groups, list | tuple | set) else (groups,)
+    wrong = [each for each in found if not (dist.is_available() and isinstance(each, dist.ProcessGroup))]
+    if wrong:
+        raise TypeError(
+            f"process_groups must be process groups of torch.distributed, such as mesh.get_group(), found {wrong[0]!r}"
+        )
+    return found

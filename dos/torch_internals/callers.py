@@ -34,7 +34,7 @@ class TrueForScaler:
     """An attribute of an optimizer's class that is true within `GradScaler.step()`, and else false.
 
     `GradScaler.step()` reads `_step_supports_amp_scaling` to leave unscaling and skipping to the optimizer's step.
-    Lightning reads it, too, to refuse gradient clipping, with or without a scaler. User code may set it on an optimizer.
+    Lightning reads it, too, to refuse gradient clipping, with or without a scaler. User code may set it.
     """
 
     def __get__(self, optimizer: object, owner: type) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dos.arguments import is_number, share_or_count
 from dos.sharding.local import is_sharded
 from dos.state.record import is_dense
 from dos.torch_internals.modes import is_compiled
@@ -53,16 +54,17 @@ def checked_weights(value: object) -> Amount | None:
     """
     if value is None:
         return None
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(
             f"weights must be the number of blocks that stay on the device, a share of them as a float, 'auto' or "
             f"None, found {value!r}"
         )
-    if not value >= 0 or (isinstance(value, float) and value > 1):
+    amount = share_or_count(value, least_float=math.inf)
+    if amount is None:
         raise ValueError(f"weights must be 0 or more blocks as an int, or a share from 0 to 1, found {value}")
-    return value
+    return amount
 
 
 def staying(amount: Amount, count: int) -> int:
@@ -94,6 +96,10 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None) -> list[nn
                 "one type; name them: optimizer.attach(model, weights=..., blocks=[model.first, model.second])"
             )
         return found
+    if not isinstance(blocks, Iterable):
+        raise TypeError(
+            f"blocks must be modules, found {type(blocks).__name__}; pass model.layers, or a list of modules"
+        )
     found = list(dict.fromkeys(blocks))
     wrong = [each for each in found if not isinstance(each, nn.Module)]
     if wrong:

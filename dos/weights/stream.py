@@ -452,5 +452,6 @@ def _refuse_to_move() -> None:
     raise RuntimeError(
         "the weights of this model stream between host and device, so it cannot be moved or converted; leave out "
         "model.to(), .cuda() and .half() after optimizer.attach(model, weights=...), which has put everything where it "
-        "belongs, or convert the model before"
+        "belongs, or convert the model before; Hugging Face's Trainer moves models unless its arguments have "
+        "place_model_on_device = False, and Accelerate unless accelerator.device_placement is False"
     )

@@ -392,8 +392,9 @@ def test_model_and_optimizer_go_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_parameters_are_on_the_host_where_the_optimizer_was_given_a_device() -> None:
+def test_parameters_are_on_the_host_where_the_optimizer_was_given_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until attach() is called; a forward or step before says so."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     model = net()
     optimizer = DOSAdam(model.parameters(), device="cuda", offload_gradients=True)
     other = net()
