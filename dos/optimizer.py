@@ -464,7 +464,8 @@ class DOSAdam(Optimizer):
 
         ``share_cpu``, ``share_gpu_streamed``, ``share_gpu_resident``: of the parameters on the accelerator. ``slots``.
         ``h2d_bytes``, ``d2h_bytes``: moved by the plan. ``update_s``: from ``step()`` to the last transfer.
-        ``exposed_s``: how long the caller waited, and forward and backward with it; ``predicted_s``: the model's
+        ``waited_s``: the part of it for which the caller waited. ``exposed_s``: how long the caller waited in the whole
+        iteration, and forward and backward with it, for weights that stream, too; ``predicted_s``: the model's
         prediction of that; ``bound_s``: the least of it under any plan (``perfmodel.bounds.lower_bound``).
         ``compute_s``: of backward and, after ``attach``, forward, behind which the update can hide. ``efficiency``:
         ``(compute_s + bound_s) / (compute_s + exposed_s)``; 1 means that no plan could make the iteration shorter. It

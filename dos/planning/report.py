@@ -77,7 +77,15 @@ class Report:
     @property
     def update_s(self) -> float | None:
         """Seconds from the call of step() to the end of the last transfer or update; None while it runs."""
-        return None if self.measured is None else max((span.end for span in self.measured.spans), default=0.0)
+        return None if self.measured is None else max((0.0, *(span.end for span in self.measured.spans)))
+
+    @property
+    def waited_s(self) -> float | None:
+        """The part of `update_s` for which the caller waited; None while the step is still running.
+
+        The rest of `exposed_s` lies before step() or after the last transfer: waits for weights that a block used.
+        """
+        return None if self.update_s is None else self.iteration.waited_s(self.origin, self.origin + self.update_s)
 
     @property
     def predicted_s(self) -> float | None:
@@ -127,6 +135,7 @@ class Report:
             "d2h_bytes": streamed + sum(load.gradient_bytes for load in on_cpu),
             "exposed_s": self.exposed_s,
             "update_s": self.update_s,
+            "waited_s": self.waited_s,
             "predicted_s": self.predicted_s,
             "bound_s": None if self.bound is None else self.bound.seconds,
             "compute_s": self.compute_s,
@@ -150,10 +159,8 @@ class Report:
         memory, bound, work = self.reading.memory, self.bound, self.workload
         lines = [
             f"Plan: {self.plan}",
-            f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; room "
-            f"for {size_of(work.peak_free_bytes)} of {size_of(work.state_bytes)} of optimizer state"
-            f"{' and of weights' if work.blocks else ''}, "
-            f"{size_of(self.held_bytes)} of which is there now",
+            f"Memory: {size_of(memory.free)} free of {size_of(memory.total)}, says {self.reading.source.value}; "
+            f"{self._room()}; {size_of(self.held_bytes)} of state is there now",
             f"Formats: {self._formats()}; {work.state_bytes / max(work.numel, 1):.3g} bytes of state per parameter",
             f"Last change of plan: {self.why}",
         ]
@@ -172,12 +179,8 @@ class Report:
         lines += unused(self.plan, self.workload, self.profile, self.iteration.withheld)
         if self.real:
             lines += [f"Updates on the device are done by {gpu_kernel_name()}"]
-        if self.measured is not None and self.update_s is not None and self.exposed_s is not None:
-            busy = ", ".join(f"{lane.value} {_ms(self.measured.busy(lane))}" for lane in self.measured.lanes)
-            lines += [
-                f"Measured: {_ms(self.update_s)} from step() to the last transfer, of which the caller waited "
-                f"{_ms(self.exposed_s)}; lanes were busy for: {busy}"
-            ]
+        if self.measured is not None:
+            lines += [f"Measured: {self._times(self.measured)}"]
         if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
             return "\n".join(lines)
@@ -198,6 +201,23 @@ class Report:
                 "stays, measure them with `python -m dos.calibrate`"
             ]
         return "\n".join(lines)
+
+    def _room(self) -> str:
+        """Return the text about device memory for state."""
+        work, state = self.workload, size_of(self.workload.state_bytes)
+        if work.blocks:
+            return f"room for {size_of(work.peak_free_bytes)} of weights and of optimizer state, which takes {state}"
+        return f"room for {size_of(min(work.peak_free_bytes, work.state_bytes))} of {state} of optimizer state"
+
+    def _times(self, measured: Timeline) -> str:
+        """Return the text about the times of a step that has ended."""
+        update, waited, exposed = self.update_s or 0.0, self.waited_s or 0.0, self.exposed_s or 0.0
+        text = f"{_ms(update)} from step() to the last transfer, of which the caller waited {_ms(waited)}"
+        if _ms(exposed - waited) != _ms(0):
+            why = ", such as for weights in forward and backward" if self.workload.blocks else ""
+            text += f", and {_ms(exposed - waited)} outside of it{why}"
+        busy = ", ".join(f"{lane.value} {_ms(measured.busy(lane))}" for lane in measured.lanes)
+        return f"{text}; lanes were busy, from backward on, for: {busy}"
 
     def _host(self) -> str:
         """Return the text about room for state on the host."""
@@ -222,7 +242,8 @@ class Report:
         """Bytes of saved tensors that move, and of all that may move: by the plan, or as the user has chosen."""
         activations, saved = self.workload.activations, self.iteration.saved
         if activations:
-            return self.plan.activation_bytes, sum(each.nbytes for each in activations)
+            whole = sum(each.nbytes for each in activations)
+            return min(self.plan.activation_bytes, whole), whole
         # Where weights stream, hooks see saved tensors even if the user has not asked that any move.
         return None if saved is not None and not saved[0] and self.workload.blocks else saved
 
@@ -286,7 +307,7 @@ def why_changed(
 
 @functools.lru_cache(maxsize=8)
 def _predicted(plan: Plan, workload: Workload, profile: HardwareProfile) -> float:
-    return exposed(plan, workload, profile, Scope.beside(workload))
+    return max(0.0, exposed(plan, workload, profile, Scope.beside(workload)))  # a difference of two long times
 
 
 @functools.lru_cache(maxsize=8)

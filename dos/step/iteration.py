@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -23,12 +24,13 @@ class Wait(NamedTuple):
     before: Mark
     after: Mark
 
-    def seconds_so_far(self) -> float:
-        """Return the length in seconds, until now if the device has not reached `after`."""
+    def so_far(self) -> tuple[float, float] | None:
+        """Return its begin and end on the clock of time.perf_counter; the end is now if the device has not reached it.
+
+        None if the device has not reached its begin, because of earlier work.
+        """
         before, after = self.before.at(), self.after.at()
-        if before is None:
-            return 0.0  # the device still has earlier work
-        return max(0.0, (time.perf_counter() if after is None else after) - before)
+        return None if before is None else (before, time.perf_counter() if after is None else after)
 
 
 class Iteration:
@@ -74,8 +76,20 @@ class Iteration:
 
     @property
     def exposed_s(self) -> float:
-        """Seconds for which the caller's work has waited for this iteration's step."""
-        return sum(wait.seconds_so_far() for wait in self.waits)
+        """Seconds for which the caller's work has waited for this iteration's step, and for weights that it fetched."""
+        return self.waited_s(-math.inf, math.inf)
+
+    def waited_s(self, since: float, until: float) -> float:
+        """Return the part of `exposed_s` between two times on the clock of time.perf_counter.
+
+        Waits that overlap, as where a wait for weights includes one for their update, count once.
+        """
+        found = 0.0
+        for begin, end in sorted(each for wait in self.waits if (each := wait.so_far()) is not None):
+            end = min(end, until)
+            found += max(0.0, end - max(begin, since))
+            since = max(since, end)
+        return found
 
     @contextmanager
     def held_up(self) -> Iterator[None]:

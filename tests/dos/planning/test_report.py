@@ -152,7 +152,7 @@ def ended(exposed_s: float, **compute: float) -> Report:
     plan = cpu_only(workload)
     reading = Reading(Memory(0, 1), Source.DEVICE)
     machine = profile(cpu_update_rate=1e6)
-    iteration = SimpleNamespace(exposed_s=exposed_s, withheld=(), saved=None)
+    iteration = SimpleNamespace(exposed_s=exposed_s, waited_s=lambda since, until: 0.0, withheld=(), saved=None)
     return Report(iteration, plan, workload, machine, Timeline(()), 0.0, reading, 0, 0, 0, "", real=False)
 
 
