@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.pin_limit import LEAST_BYTES, PinLimit, remedy
+from dos.machine.host_memory import check_mapping
 from dos.machine.threads import kernel_threads
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ def _mapping_of(tensor: Tensor) -> _Mapped | None:
 def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
     """Return 1-D zeros on a page boundary, in huge pages where whole ones fit and the system has them.
 
+    Raises MemoryError if the system maps no more.
     They take memory page by page, when they are first written or pinned. Addresses before and after them that alignment
     needs are never touched.
 
@@ -121,7 +123,12 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
     if not nbytes:
         return torch.zeros(0, dtype=dtype, device="cpu")
     whole = nbytes // _HUGE_PAGE * _HUGE_PAGE
-    mapping = mmap.mmap(-1, nbytes + (_HUGE_PAGE if whole else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    length = nbytes + (_HUGE_PAGE if whole else 0)
+    try:
+        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        check_mapping(length)  # raises if this process has a limit that is known
+        raise MemoryError(f"mapping {length} bytes of host memory failed: {error.strerror}") from error
     everything = np.frombuffer(mapping, dtype=np.uint8)
     start = -everything.ctypes.data % _HUGE_PAGE if whole else 0
     pages = everything[start : start + nbytes].view(_Pages)

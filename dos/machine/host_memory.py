@@ -1,11 +1,13 @@
-"""Host memory: how much is available, checked before it is allocated."""
+"""Host memory: how much is available, checked before it is allocated, and before its addresses are mapped."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from dos.machine.process import local_ranks
 
@@ -18,28 +20,44 @@ SHARE_OF_HOST = 0.9
 """The share of available host memory that state may take where users do not say and a disk has the rest."""
 
 
-def available_bytes() -> int | None:
-    """Return the bytes that can be allocated without swapping, of the machine or of the container if that is less.
+class MappingLimit(NamedTuple):
+    """A limit of the memory that this process may map, used or not. name: as the user sets it. In bytes."""
 
-    None where neither can be read.
+    name: str
+    most: int
+    left: int
+
+
+def available_bytes() -> int | None:
+    """Return the bytes that can be mapped and used without swapping.
+
+    The least of what the machine has, what the container may use, and what the limits of this process allow (`ulimit`).
+    None where none can be read.
     """
+    known = [_memory_bytes(), *(limit.left for limit in _mapping_limits())]
+    return min((nbytes for nbytes in known if nbytes is not None), default=None)
+
+
+def _memory_bytes() -> int | None:
+    """Return the bytes that can be used without swapping, of the machine or of the container if that is less."""
     kibibytes = _field(_PROC / "meminfo", "MemAvailable:")
     machine = None if kibibytes is None else 1024 * kibibytes
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
-def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False) -> None:
+def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False, mapped: int = 0) -> None:
     """Raise MemoryError if state of `nbytes` does not fit in host memory, for each of `processes` on this host.
 
     Call it before the state is allocated: Linux grants allocations that it cannot serve, and kills the process when the
     memory is used. Garbage is collected first.
 
-    spills: whether there is a disk for state that does not fit.
+    spills: whether there is a disk for state that does not fit. mapped: bytes of it that this process has mapped.
     """
-    available = available_bytes()
+    check_mapping(nbytes - mapped)
+    available = _shared_bytes()
     if available is not None and nbytes * processes > available:
         gc.collect()
-        available = available_bytes()
+        available = _shared_bytes()
     there = "an unknown amount" if available is None else _gib(available)
     needed = _gib(nbytes) if processes == 1 else f"{_gib(nbytes)} for each of {processes} processes"
     logger.info("optimizer state (DOSAdam): %s of host memory needed, %s available", needed, there)
@@ -53,18 +71,58 @@ def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False) 
         )
 
 
+def check_mapping(nbytes: int) -> None:
+    """Raise MemoryError if this process may not map `nbytes` more. Garbage is collected first."""
+    tight = [limit for limit in _mapping_limits() if nbytes > limit.left]
+    if tight:
+        gc.collect()
+        tight = [limit for limit in _mapping_limits() if nbytes > limit.left]
+    if tight:
+        least = min(tight, key=lambda limit: limit.left)
+        raise MemoryError(
+            f"optimizer state (DOSAdam) needs {_gib(nbytes)} more of address space, which counts before it is used, "
+            f"and {_gib(least.left)} are left of {_gib(least.most)}; raise {least.name}, freeze parameters, or choose "
+            "state_format='int8'"
+        )
+
+
+def _shared_bytes() -> int | None:
+    """Return the bytes that this process and others can use, whatever this process may map."""
+    available = available_bytes()
+    limited = any(available is None or limit.left <= available for limit in _mapping_limits())
+    return _memory_bytes() if limited else available
+
+
+def _mapping_limits() -> Iterator[MappingLimit]:
+    """Yield the limits of what this process maps: memory counts from `mmap` on, before it is used."""
+    for kind, field, name in (
+        (resource.RLIMIT_AS, "VmSize:", "the limit of address space (ulimit -v)"),
+        (resource.RLIMIT_DATA, "VmData:", "the limit of data (ulimit -d)"),
+    ):
+        most, _ = resource.getrlimit(kind)
+        used = None if most == resource.RLIM_INFINITY else _field(_PROC / "self/status", field)
+        if used is not None:
+            yield MappingLimit(name, most, max(0, most - 1024 * used))
+    if _read(_PROC / "sys/vm/overcommit_memory").strip() == "2":
+        fields = [_field(_PROC / "meminfo", name) for name in ("CommitLimit:", "Committed_AS:")]
+        if fields[0] is not None and fields[1] is not None:
+            most, used = (1024 * field for field in fields if field is not None)
+            yield MappingLimit("vm.overcommit_ratio, or set vm.overcommit_memory=0", most, max(0, most - used))
+
+
 def host_share() -> int:
     """Return the bytes of host memory that state of this process may take where users do not say."""
-    available = available_bytes()
+    available = _shared_bytes()
     if available is None:
         raise MemoryError("it is not known how much memory the host has; say how much state may take: host_memory=")
-    return int(SHARE_OF_HOST * available) // local_ranks()
+    own = [limit.left for limit in _mapping_limits()]  # not divided: other ranks have their own
+    return int(SHARE_OF_HOST * min([available // local_ranks(), *own]))
 
 
 def left_of_share(share: int) -> int:
     """Return the share, or less if other programs have taken so much memory since that it is not available."""
-    available = available_bytes()
-    return share if available is None or available >= share else host_share()
+    available = _shared_bytes()  # homes are mapped before they are used
+    return share if available is None or available >= share else int(SHARE_OF_HOST * available) // local_ranks()
 
 
 def _of_container(machine: int | None) -> Iterator[int]:
@@ -76,17 +134,20 @@ def _of_container(machine: int | None) -> Iterator[int]:
     for line in _read(_PROC / "self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers == "":  # version 2
-            mount, limit, usage, cache = _CGROUP, "memory.max", "memory.current", ("active_file", "inactive_file")
+            # Linux slows a group down above `high`, with which systemd and clusters limit it, so that it hardly runs.
+            mount, limits, usage = _CGROUP, ["memory.max", "memory.high"], "memory.current"
+            cache = "active_file", "inactive_file"
         elif "memory" in controllers.split(","):
-            mount, limit, usage = _CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            mount, limits, usage = _CGROUP / "memory", ["memory.limit_in_bytes"], "memory.usage_in_bytes"
             cache = "total_active_file", "total_inactive_file"
         else:
             continue
         group = mount / path.lstrip("/")
         for folder in (group, *group.parents):
-            most, used = _read(folder / limit).strip(), _read(folder / usage).strip()
-            if most.isdigit() and used.isdigit():
-                left = int(most) - int(used)
+            texts = [_read(folder / limit).strip() for limit in limits]
+            most, used = [int(text) for text in texts if text.isdigit()], _read(folder / usage).strip()
+            if most and used.isdigit():
+                left = min(most) - int(used)
                 if machine is None or left < machine:
                     left += sum(_field(folder / "memory.stat", name) or 0 for name in cache)
                 yield max(0, left)

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from dos.devices import Device, DeviceFinder
 from dos.gradients.offload import OffloadedGradients
 from dos.guard import Guard
-from dos.machine.host_memory import check_host_memory, host_share
+from dos.machine.host_memory import check_host_memory, check_mapping, host_share
 from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import Options
 from dos.parameters.admission import Group, check_kind, name_of
@@ -134,12 +134,18 @@ class Registry:
         needed = in_place + sum(promised[True].values()) - taken
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
+        mapped = sum(
+            max(0, tensor.tensor.nbytes - tensor.nbytes)
+            for arena in {s.arena for s in self.accelerated}
+            for tensor in (*arena.home(), *arena.staging())
+        )
         if self._options.disk:
             limit = self._options.host_memory
             beyond = needed - in_place - (host_share() if limit is None else limit)
+            check_mapping(needed - mapped)  # of state on disk, too
             check_disk(local_ranks() * beyond // 2, self._options.disk)  # at least half of it is state in any format
         else:
-            check_host_memory(needed, processes=local_ranks())  # no rank has taken its part yet
+            check_host_memory(needed, processes=local_ranks(), mapped=mapped)  # no rank has taken its part yet
         self._promised = promised
         self.meshes.meet(group["params"])
         for parameter, on_device in there.items():
@@ -227,6 +233,7 @@ class Registry:
         runs = self._allocation.alike(newcomers)
         nbytes = {id(p): self._allocation.host_bytes(p, group) for p, group in newcomers}
         here = [nbytes[id(p)] for p, _ in newcomers if self._allocation.takes_host_memory_at_once(p)]
+        check_mapping(sum(nbytes.values()))
         if here:  # all other state takes memory when it is first moved to the host
             check_host_memory(sum(here))
         there = sum(subgroup.numel for subgroup in self.accelerated)

@@ -131,7 +131,7 @@ class HostStore:
 
     def make_windows(self, count: int, nbytes: int, device: Device) -> None:
         """Allocate `count` windows of `nbytes` each. Raises MemoryError if the host has too little memory."""
-        self._check(count * nbytes - self.windows.nbytes)
+        self._check(count * nbytes - self.windows.nbytes, mapped=False)
         self.windows.make(count, nbytes, device)
 
     def store(
@@ -152,7 +152,7 @@ class HostStore:
 
     def reserve_whole(self, tensor: HostTensor) -> None:
         """Allocate a passage, which belongs to no subgroup and does not count. Raises as `reserve`."""
-        check_host_memory(tensor.tensor.nbytes, spills=self.spills)
+        check_host_memory(tensor.tensor.nbytes, spills=self.spills, mapped=tensor.tensor.nbytes)
         tensor.allow_huge_pages(0, len(tensor.tensor))
         tensor.make(0, len(tensor.tensor))
         self._tensors.add(tensor)
@@ -171,7 +171,7 @@ class HostStore:
         while self._apart:
             self._apart.pop().join()
 
-    def _check(self, nbytes: int) -> None:
+    def _check(self, nbytes: int, *, mapped: bool = True) -> None:
         if nbytes > self._left:
             remedies = "" if self.spills else "disk= with a folder for state, "
             remedies += "offload_gradients=False, " if self._keeps_gradients else ""
@@ -179,7 +179,7 @@ class HostStore:
                 f"optimizer state needs {nbytes} more bytes of host memory, of which host_memory={self.limit} leaves "
                 f"{max(0, int(self._left))}; choose more, {remedies}or a smaller subgroup_size"
             )
-        check_host_memory(nbytes, spills=self.spills)
+        check_host_memory(nbytes, spills=self.spills, mapped=nbytes if mapped else 0)
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         """Allocate the parts of these tensors that belong to these subgroups. Raises as `reserve`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def v2(most: int | str, used: int, inactive: int = 0, active: int = 0) -> dict[s
     return {"memory.max": most if most == "max" else most * GIB, "memory.current": used * GIB, "memory.stat": stat}
 
 
+def high(most: int | str, above: int | str, used: int) -> dict[str, object]:
+    """The files of a group that is slowed down above some GiB."""
+    return v2(most, used) | {"memory.high": above if above == "max" else above * GIB}
+
+
 def v1(most: int | None, used: int, inactive: int = 0) -> dict[str, object]:
     stat = f"inactive_file 77\ntotal_active_file 0\ntotal_inactive_file {inactive * GIB}"
     limit = UNLIMITED_V1 if most is None else most * GIB
@@ -95,6 +101,13 @@ OTHERS_V1 = {"memory": v1(None, used=50), "elsewhere": v1(1, used=1)}
             {"slurm/job_7": v2(16, 10, inactive=1), STEP: v2("max", 10), f"{STEP}/task_0": v2(12, 2)},
             7,
         ),
+        # As systemd and clusters set limits: MemoryHigh, of a unit or of a slice above it.
+        (100, JOB, {"job/task": high("max", 6, used=2)}, 4),
+        (100, JOB, {"job/task": high(9, 6, used=2)}, 4),
+        (100, JOB, {"job/task": high(5, 6, used=2)}, 3),
+        (100, JOB, {"job/task": high(9, "max", used=2)}, 7),
+        (100, JOB, {"job/task": high("max", 6, used=7)}, 0),
+        (100, JOB, {"job/task": high(9, "max", used=2), "job": high("max", 8, used=3)}, 5),
         # A container sees its own group as the root.
         *((100, [f"0::{path}"], {"": v2(4, used=1)}, 3) for path in ("/", "/docker/0123abc", "/../../other")),
         (100, JOB_V1, {"memory/job": v1(8, used=5, inactive=1), **OTHERS_V1}, 4),
@@ -109,6 +122,64 @@ def test_control_groups(
     for path, files in groups.items():
         host.group(path, files)
     assert available_bytes() == available * GIB
+
+
+LIMITS = [(resource.RLIMIT_AS, "ulimit -v"), (resource.RLIMIT_DATA, "ulimit -d")]
+
+
+@pytest.mark.parametrize(("kind", "name"), LIMITS)
+def test_limits_of_the_process_count_what_it_has_mapped(
+    kind: int, name: str, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlimited = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda one: (10 * GIB if one == kind else unlimited, unlimited))
+    host.meminfo(30 * GIB)
+    assert available_bytes() == 30 * GIB, "it is not known what the process has mapped"
+    sizes = {resource.RLIMIT_AS: (4, 1), resource.RLIMIT_DATA: (20, 4)}[kind]
+    host._write(host.proc / "self/status", "VmSize: {} kB\nVmData: {} kB\n".format(*(n << 20 for n in sizes)))
+    assert available_bytes() == 6 * GIB
+    assert host_memory.host_share() == int(0.9 * 6 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert host_memory.host_share() == int(0.9 * 6 * GIB), "each rank has limits of its own"
+    check_host_memory(6 * GIB, processes=3)
+    check_host_memory(8 * GIB, mapped=2 * GIB)
+    with pytest.raises(MemoryError, match=rf"needs 7\.00 GiB more .* 6\.00 GiB are left of 10\.00 GiB; .*{name}"):
+        check_host_memory(7 * GIB)
+    with pytest.raises(MemoryError, match=r"needs 18\.00 GiB for each of 3 processes .* 30\.00 GiB are available"):
+        check_host_memory(18 * GIB, processes=3, mapped=18 * GIB)
+
+
+def test_a_system_that_grants_no_more_than_it_has(host: Host) -> None:
+    host.meminfo(30 * GIB)
+    with (host.proc / "meminfo").open("a") as file:
+        file.write(f"CommitLimit: {20 << 20} kB\nCommitted_AS: {16 << 20} kB\n")
+    assert available_bytes() == 30 * GIB
+    host._write(host.proc / "sys/vm/overcommit_memory", "2\n")
+    assert available_bytes() == 4 * GIB
+    with pytest.raises(MemoryError, match=r"4\.00 GiB are left of 20\.00 GiB; raise vm.overcommit_ratio, or set"):
+        check_host_memory(5 * GIB)
+
+
+@pytest.mark.parametrize(("kind", "field"), [(resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")])
+@pytest.mark.parametrize(("state_format", "room"), [("float32", 60), ("int8", 12)])
+def test_a_step_that_may_not_map_its_state_changes_nothing(kind: int, field: str, state_format: str, room: int) -> None:
+    parameter = nn.Parameter(torch.ones(4 << 20))
+    device = EmulatedDevice(FAST, capacity=10**9)
+    optimizer = DOSAdam([parameter], policy="cpu", device=device, state_format=state_format)
+    parameter.grad = torch.ones_like(parameter)
+    used = host_memory._field(Path("/proc/self/status"), field)
+    before = resource.getrlimit(kind)
+    assert used is not None
+    resource.setrlimit(kind, ((used << 10) + (room << 20), before[1]))
+    try:
+        with pytest.raises(MemoryError, match="more of address space"):
+            optimizer.step()
+    finally:
+        resource.setrlimit(kind, before)
+    assert parameter.detach().min() == parameter.detach().max() == 1
+    optimizer.step()
+    optimizer.synchronize()
+    assert parameter.detach().max() < 1
 
 
 def test_needed_memory_is_logged_first(host: Host, caplog: pytest.LogCaptureFixture) -> None:
