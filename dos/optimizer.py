@@ -17,6 +17,7 @@ from dos.activations.offload import checked_amount
 from dos.arguments import flag
 from dos.devices import Device, checked_device
 from dos.gradients.torch_clipping import watch_clipping
+from dos.gradients.zeroing import watch_zeroing, zero_grad_of_optimizers
 from dos.guard import exclusive
 from dos.options import Options, folders_of
 from dos.parameters.hooks import check_model
@@ -70,6 +71,11 @@ class DOSAdam(Optimizer):
             has saved for this machine, else a rough measurement of two seconds at the first step.
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
             followed by the step would; the gradients themselves stay as they are. None: no clipping.
+        skip_nonfinite: skip a step if the global norm of its gradients, of all ranks, is infinite or NaN: no parameter
+            and no state changes, no step is counted, offloaded gradients are used up, and ``p.grad`` stays. The norm
+            overflows, too, where elements exceed some 1e19. ``metrics()["skipped_steps"]`` counts them. With
+            ``max_grad_norm`` this costs nothing; alone it costs the norm, a pass over the gradients, for which
+            ``step()`` waits. False: all gradients are used, as in AdamW.
         master_weights: keep float32 master weights of bfloat16 and float16 parameters, and update those.
         state_format: how state is kept. None or ``"split"``: in the fewest bytes with which no bit changes; a bfloat16
             parameter is the upper half of its float32 master, and only the lower 16 bits are kept beside it.
@@ -127,6 +133,7 @@ class DOSAdam(Optimizer):
         subgroup_size: int | None = None,
         profile: HardwareProfile | str | Path | None = None,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
         master_weights: bool = True,
         state_format: str | None = None,
         offload_gradients: bool = False,
@@ -171,6 +178,7 @@ class DOSAdam(Optimizer):
             memory_interval=memory_interval,
             disk=folders_of(disk),
             host_memory=host_memory,
+            skip_nonfinite=skip_nonfinite,
         )
         self._process_groups = checked_groups(process_groups)
         self._set_up(options, device)
@@ -244,6 +252,7 @@ class DOSAdam(Optimizer):
         """
         check_model(model, self._session.parameters)
         self._session.attach(model, checked_amount(activations), checked_weights(weights), blocks)
+        watch_zeroing(self._session)
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
         """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::
@@ -287,7 +296,7 @@ class DOSAdam(Optimizer):
         if not set_to_none and self._session.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten below
         self._session.forget_gradients()
-        super().zero_grad(set_to_none)
+        zero_grad_of_optimizers(self, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.
@@ -302,6 +311,28 @@ class DOSAdam(Optimizer):
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
         return self._session.clip(max_norm)
+
+    def edit_gradients(self, edit: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        """Call ``edit(parameter, gradient)`` once for each parameter that has a gradient; between backward and step. ::
+
+            loss.backward()
+            optimizer.edit_gradients(lambda p, gradient: gradient.mul_(masks[p]))
+            optimizer.step()
+
+        The result is to the bit as if ``edit`` were given ``p.grad`` of a loop without DOSAdam, whose place this takes
+        where gradients are not in ``p.grad`` (``offload_gradients=True``): masks, noise, clipping of one's own, checks.
+        ``gradient`` has the parameter's shape and the dtype of ``p.grad``, with all micro-batches so far added up, and
+        is where it lies: on the host if it was offloaded, else on the parameter's device. ``edit`` changes it in place,
+        or returns a gradient of the same shape, dtype and device. If it returns None without a change, the gradient is
+        dropped, and the step leaves the parameter and its state alone. Of a DTensor it is a DTensor. Under ``no_grad``.
+
+        ``grad_norm()`` and clipping that come later, ``max_grad_norm`` included, use the edited gradients; clipping
+        that came before is applied first. With GradScaler call ``scaler.unscale_(optimizer)`` before.
+        Warns if there is no gradient, or all are dropped.
+        Raises TypeError or ValueError for anything else that ``edit`` returns, ValueError if it returns None both for
+        gradients that it has edited and for others, and as ``step()`` does.
+        """
+        self._session.edit_gradients(edit)
 
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
@@ -475,13 +506,14 @@ class DOSAdam(Optimizer):
         ``blocks_on_device``, ``weight_bytes_fetched``: where weights stream, the blocks that stay, and the bytes that a
         forward fetches. ``activation_bytes``, ``activation_share``: of saved tensors that move to the host in a
         forward: by the plan with ``"auto"``, else as in the last forward. ``activation_host_bytes``: host memory pinned
-        for them.
+        for them. ``skipped_steps``: with ``skip_nonfinite``, of all steps so far; it is never missing then.
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """
         decisions = self._session.decisions
         report = None if decisions is None else decisions.ended
-        return {} if report is None else report.metrics()
+        skipped = {"skipped_steps": float(self._session.skipped)} if self._options.skip_nonfinite else {}
+        return skipped if report is None else report.metrics() | skipped
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "options": self._options, "device": self._device}
@@ -506,3 +538,5 @@ class DOSAdam(Optimizer):
         self._session = Session(options, device, Meshes(self._process_groups))
         self._lock = self._session.guard.lock
         watch_clipping(self._session, offloads=options.offload_gradients)
+        if options.offload_gradients:
+            watch_zeroing(self._session)

@@ -36,6 +36,7 @@ class Options:
     memory_interval: float | None
     disk: tuple[Path, ...] = ()
     host_memory: int | None = None
+    skip_nonfinite: bool = False
 
     def never_leaves(self, device: Device | None) -> bool:
         """Return whether state on the device always stays there, and has no home on the host.
@@ -60,6 +61,7 @@ class Options:
         """Return the settings that must be equal on all ranks, by name."""
         return {
             "max_grad_norm": str(None if self.max_grad_norm is None else float(self.max_grad_norm)),
+            "skip_nonfinite": str(self.skip_nonfinite),
             "offload_gradients": str(self.offload_gradients),
             **self.rule.agreed(),
             "policy": "a callable" if callable(self.policy) else str(self.policy),
@@ -77,6 +79,12 @@ class Options:
                 "up in their own dtype, as in p.grad"
             )
         self._replace("offload_gradients", bool(self.offload_gradients))
+        if self.skip_nonfinite not in (True, False):
+            raise ValueError(
+                f"skip_nonfinite must be True or False, found {self.skip_nonfinite!r}; with True a step whose "
+                "gradients are infinite or NaN is skipped"
+            )
+        self._replace("skip_nonfinite", bool(self.skip_nonfinite))
         for name, unit in (("subgroup_size", "parameters"), ("host_memory", "bytes")):
             if getattr(self, name) is not None:
                 self._replace(name, whole_number(getattr(self, name), name, unit, least=1))

@@ -19,6 +19,7 @@ from dos.activations.offload import Amount, Surrounding
 from dos.backward import Backward
 from dos.devices import Device, Job
 from dos.gradients.clipping import Clipping
+from dos.gradients.editing import Edit, Editing
 from dos.gradients.scaling import amp_scale
 from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
 from dos.options import Options
@@ -70,6 +71,7 @@ class Session:
     weights: the model's blocks whose weights stream, if any do.
     ledger: where state is, and the transfers in flight.
     on_device: backward and the plans on the accelerator; None until a parameter there is admitted.
+    skipped: the number of steps skipped because gradients were not finite.
     """
 
     # A step: `_end_last_step` waits for the last step or queues this one behind it; `_prepare` checks and reserves
@@ -86,7 +88,8 @@ class Session:
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.weights: WeightHomes | None = None
-        self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes)
+        self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes, skips=options.skip_nonfinite)
+        self.skipped = 0
         self.reconciler = Reconciler(self.registry, options.rule)
         self._options = options
         self._waiting: set[int] = set()
@@ -161,14 +164,16 @@ class Session:
             amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=self.registry.offloaded.enabled)
             if self.on_device is not None:
                 self.on_device.departures.writes = amp.writes
+            ready = None if amp.skip else self._prepare(amp.factor)
             if amp.skip:
                 self.clipping.forget()
+            elif ready is None:
+                self._skip()
             else:
-                ready = self._prepare(amp.factor)
                 self.guard.phase = Phase.PREPARED
                 self._commit(ready)
             if self.on_device is not None:
-                self.on_device.end(skipped=amp.skip)
+                self.on_device.end(skipped=ready is None)
                 # Here, because the device and the CPU lane are busy with the update, and the caller may wait for it.
                 self.on_device.decisions.search()
             self.guard.phase = Phase.IDLE
@@ -186,13 +191,24 @@ class Session:
             self.on_device.activations.follow_plan(self.on_device.decisions.plan)
             self.on_device.begin()
 
-    def _prepare(self, scale: float) -> Ready:
-        """Check everything that a step needs, and reserve the memory for it.
+    def _skip(self) -> None:
+        """Skip a step whose gradients are not finite, which is prepared in part. Gradients on the host are used up."""
+        self.skipped += 1
+        logger.warning(
+            "step skipped, as skip_nonfinite=True asks: the norm of its gradients is not finite; skipped so far: %d",
+            self.skipped,
+        )
+        self.reconciler.withdraw()
+        self.clipping.forget()
+        self.registry.offloaded.forget_all()
 
-        No parameter and no value of the state has changed if this raises. scale: unscales gradients.
+    def _prepare(self, scale: float) -> Ready | None:
+        """Check everything that a step needs, and reserve the memory for it; return None if the step is to be skipped.
+
+        No parameter and no value of the state has changed then, or if this raises. scale: unscales gradients.
         """
         registry = self.registry
-        registry.watching.renew()
+        self._renew_hooks()
         registry.place_gradients(self.groups)
         departed = [] if self.on_device is None else self.on_device.departures.marked()
         # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.
@@ -219,7 +235,10 @@ class Session:
         if self.on_device is not None:
             self.on_device.decisions.memory.enter(Op.UPDATE)
             facts = self.on_device.facts()
-        updates = updates_of(active, registry, self.clipping.scales(active.members, self.parameters, scale))
+        scales = self.clipping.scales(active.members, self.parameters, scale)
+        if scales is None:
+            return None
+        updates = updates_of(active, registry, scales)
         if self.on_device is None or facts is None:
             return Ready(active, updates, None)
         return Ready(active, updates, self._prepare_device(self.on_device, facts, updates))
@@ -474,6 +493,12 @@ class Session:
                 return
         self._gradient_ready(parameter)
 
+    def gradient_left(self, parameter: Tensor) -> None:
+        """Note that this gradient stays in `p.grad` until the step, because hooks of user code read it there."""
+        record = self.registry.record(parameter)
+        if record is not None:
+            self.registry.offloaded.left.add(record)
+
     @entry(*ANY)
     def _gradient_ready(self, parameter: Tensor) -> None:
         if self.registry.offloaded.enabled:
@@ -492,14 +517,17 @@ class Session:
             on_device.count()
             if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
                 self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
-            record = self.registry.record(parameter)
-            if record is None or not on_device.is_final(record):
+            record, offloaded = self.registry.record(parameter), self.registry.offloaded
+            if record is None:
                 return
-            if not self.registry.offloaded.enabled:
+            if not on_device.is_final(record):
+                offloaded.left.add(record)
+            elif not offloaded.enabled:
                 on_device.send(record)
-            elif record.leaf.grad is not None:
+            else:
                 with torch.no_grad():
-                    self._take(record, in_backward=True)
+                    for leaf in _leaves(record, beside=record in offloaded.records):
+                        self._take(record, leaf, in_backward=True)
         except BaseException:
             # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
             on_device.cancel_all()
@@ -519,10 +547,32 @@ class Session:
             if record is not None and record.arena.accelerated:
                 self.on_device.send(record, gradient)
 
+    def discard_gradients(self, parameters: Sequence[Tensor], *, overwrites: bool) -> bool:
+        """Forget what is offloaded of these parameters' gradients, because user code zeroes them.
+
+        overwrites: whether it then writes to gradients in `p.grad`, which the step may still read.
+        Returns whether any of them has state here.
+        """
+        records = [record for p in parameters if (record := self.registry.record(p)) is not None]
+        if overwrites and records and self.unfinished:
+            self.synchronize()
+        if records and self.registry.offloaded.enabled:
+            self._discard(records)
+        return bool(records)
+
+    @entry(*ANY)
+    def _discard(self, records: Sequence[ParameterRecord]) -> None:
+        self.registry.offloaded.forget(records)
+        for record in records:
+            if record.leaf is not record.parameter:
+                record.leaf.grad = None  # left by a backward that was interrupted
+
     def forget_gradients(self) -> None:
         """Forget all gradients, because user code has discarded them."""
         self.clipping.forget()
         self.registry.offloaded.forget_all()
+        for record in self.registry.records.values() if self.weights is not None else ():
+            record.leaf.grad = None  # left by a backward that was interrupted
         if self.on_device is not None:
             self.on_device.departures.forget()
         if self.guard.phase is Phase.BACKWARD:
@@ -531,6 +581,7 @@ class Session:
     def _offload_the_rest(self) -> None:
         """Redistribute gradients to the placements of their parameters; if gradients are offloaded, offload all."""
         self.registry.agree(self.groups)
+        self._renew_hooks()
         self.registry.place_gradients(self.groups)
         if self.registry.offloaded.enabled:
             self._end_last_step()
@@ -538,26 +589,53 @@ class Session:
             self._take_remaining_gradients(settled + self._enrol(others))
 
     def _take_remaining_gradients(self, active: Sequence[tuple[ParameterRecord, Group]]) -> None:
-        """Offload gradients that no hook has seen, so that all gradients of a subgroup are in one place."""
-        if not self.registry.offloaded.enabled or self.on_device is None:
-            return
-        for record, _ in active:
-            if record.arena.accelerated and record.leaf.grad is not None:
-                self._take(record, in_backward=False)
+        """Offload gradients that no hook has taken, so that all gradients of a subgroup are in one place.
 
-    def _take(self, record: ParameterRecord, *, in_backward: bool) -> None:
-        """Offload a gradient: add it to the one on the host and release it here."""
+        Raises RuntimeError, with none taken, if user code has set one beside a gradient on the host.
+        """
+        offloaded = self.registry.offloaded
+        if not offloaded.enabled or self.on_device is None:
+            return
+        found = [(r, leaf) for r, _ in active if r.arena.accelerated for leaf in _leaves(r, beside=False)]
+        for record, _ in found:
+            if record in offloaded.records and record not in offloaded.left:
+                raise RuntimeError(
+                    f"user code has set p.grad of a parameter of shape {tuple(record.parameter.shape)} whose gradient "
+                    "DOSAdam(offload_gradients=True) has moved to the host, where p.grad does not replace it; edit "
+                    "gradients with optimizer.edit_gradients(), or call optimizer.zero_grad() before you set p.grad"
+                )
+        for record, leaf in found:
+            self._take(record, leaf, in_backward=False)
+
+    def _renew_hooks(self) -> None:
+        """Hook parameters again where hooks were lost; a gradient that backward wrote without a hook is backward's."""
+        for parameter in self.registry.watching.renew():
+            record = self.registry.record(parameter)
+            if record is not None:
+                self.registry.offloaded.left.add(record)
+
+    def _take(self, record: ParameterRecord, leaf: Tensor, *, in_backward: bool) -> None:
+        """Offload a gradient, in `leaf.grad`: add it to the one on the host and release it here."""
         self.clipping.about_to_add(record)
         subgroups = [subgroup for subgroup, _ in self.registry.places[record]]
         index = self.registry.index[subgroups[0]] if subgroups else 0
-        assert record.gradient is not None, "it is taken from there"
+        assert leaf.grad is not None, "it is taken from there"
         # Before `stages` is called, which counts the memory of the staging: a wider gradient replaces it.
-        record.arena.stage_gradients_as(record.gradient.dtype)
+        record.arena.stage_gradients_as(leaf.grad.dtype)
         # Not in backward where ranks divide parameters: spilling waits for the device, whose collectives wait for other
         # ranks, which may wait for this one.
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
             self.ledger.spill_to_disk(self.registry.accelerated)
-        self.registry.offloaded.take(record, subgroups, index, self.ledger, in_backward=in_backward)
+        self.registry.offloaded.take(record, leaf, subgroups, index, self.ledger, in_backward=in_backward)
+
+    @torch.no_grad()
+    @entry(*ANY)
+    def edit_gradients(self, edit: Edit) -> None:
+        """Call `edit` with each parameter that has a gradient, and with this."""
+        self._offload_the_rest()
+        departures = None if self.on_device is None else self.on_device.departures
+        members = [(p, self.registry.record(p)) for p in self.parameters]
+        Editing(edit, self.registry.offloaded, self.clipping, departures).run(members)
 
     # Clipping.
 
@@ -749,3 +827,15 @@ class Session:
             record.write_step()
         # From now on user code may change entries whenever it likes, so that each step compares them.
         self.reconciler.seen = True
+
+
+def _leaves(record: ParameterRecord, *, beside: bool) -> list[Tensor]:
+    """Return the tensors that have a gradient of the parameter: itself, and its copy where weights stream.
+
+    beside: whether a gradient of the parameter is on the host. Then one that is still in `p.grad` beside a copy's was
+    set by user code, and the step refuses it.
+    """
+    leaf, parameter = record.leaf, record.parameter
+    alone = leaf is parameter or (beside and leaf.grad is not None)
+    found = [leaf] if alone else [parameter, leaf]
+    return [each for each in found if each.grad is not None]

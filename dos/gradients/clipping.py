@@ -27,13 +27,17 @@ class Clipping:
     gradients through the model, without a call to the optimizer: factors stored by parameter would clip the gradients
     of the next iteration by the norm of these.
 
-    max_grad_norm: the norm to which every step clips, or None. meshes: the ranks over which gradients are divided.
+    max_grad_norm: the norm to which every step clips, or None. skips: whether a step is skipped whose norm is not
+    finite. meshes: the ranks over which gradients are divided.
     Of `parameters` in the methods, some may have no gradient.
     """
 
-    def __init__(self, offloaded: OffloadedGradients, max_grad_norm: float | None, meshes: Meshes) -> None:
+    def __init__(
+        self, offloaded: OffloadedGradients, max_grad_norm: float | None, meshes: Meshes, *, skips: bool = False
+    ) -> None:
         self._offloaded = offloaded
         self._meshes = meshes
+        self._skips = skips
         self.max_grad_norm = max_grad_norm
         self._clipped: dict[int, tuple[Token, Tensor]] = {}
         """By id of the gradient: its token when it was clipped, and its factor."""
@@ -164,6 +168,13 @@ class Clipping:
             self._floats[id(factor)] = float(factor)
         return self._floats[id(factor)]
 
+    def apply(self, gradient: GradientOrHandle | None, values: Tensor) -> None:
+        """Multiply the values of a gradient by its factor, and forget this: user code is about to edit them."""
+        factor = None if gradient is None else self._factor(gradient)
+        if factor is not None:
+            values.mul_(factor.to(values.device))
+            del self._clipped[id(gradient)]
+
     def _lost(self, gradient: GradientOrHandle) -> bool:
         """Return whether the gradient was clipped and has been written to since."""
         token, _ = self._clipped.get(id(gradient), (None, None))
@@ -177,13 +188,18 @@ class Clipping:
 
     def scales(
         self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float
-    ) -> Iterable[float]:
-        """Return the factors by which the step multiplies the gradient of each record.
+    ) -> Iterable[float] | None:
+        """Return the factors by which the step multiplies the gradient of each record; None: the step is skipped.
 
-        members: tuples that begin with a record. parameters: needed with `max_grad_norm`. scale: unscales gradients.
+        members: tuples that begin with a record. parameters: of the norm, where it is needed. scale: unscales
+        gradients.
         """
-        if self.max_grad_norm is not None:
-            scale *= float(clip_factor(self.norm(parameters) * scale, self.max_grad_norm))
+        if self._skips or self.max_grad_norm is not None:
+            norm = self.norm(parameters) * scale
+            if self._skips and not norm.isfinite():
+                return None
+            if self.max_grad_norm is not None:
+                scale *= float(clip_factor(norm, self.max_grad_norm))
         if not self._clipped:
             return itertools.repeat(scale)
         away = dict(self._offloaded.gradients())

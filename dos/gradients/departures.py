@@ -161,6 +161,12 @@ class Departures:
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
 
+    def edited(self, record: ParameterRecord) -> None:
+        """Note that user code may have edited the gradient, which no version need have counted."""
+        seen = self._seen.get(record)
+        if seen is not None and seen.written is not None:
+            seen.written.rewritten = True
+
     def marked(self) -> list[tuple[Token, Tensor]]:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
         seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device, EmulatedDevice, Job
+from dos.gradients.other_steps import count_steps, steps_of_all
+from dos.guard import warn
+from dos.sharding.local import local
 from dos.state.arena import aligned
 from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
@@ -34,24 +37,41 @@ _INCOMPLETE = (
     "optimizer.zero_grad() and run backward again"
 )
 
+_UNUSED = (
+    "a gradient was added to one of an earlier backward, which this optimizer has not used in a step while another one "
+    "has made a step; if the earlier one was to be dropped, call optimizer.zero_grad() or module.zero_grad() before: "
+    "with offload_gradients=True gradients are on the host, where p.grad = None does not drop them"
+)
+
 
 class _Total(NamedTuple):
     """A parameter's gradient so far: in `values`, complete once `arrived` is done.
 
     dtype: the dtype that `p.grad` would have; `values` are wider where another parameter's gradients are.
     thread: the thread whose backward wrote it; None: it was not taken in a backward.
+    steps: the steps that optimizers had made when the last part came.
     """
 
     arrived: Future[None]
     values: Tensor
     dtype: torch.dtype
     thread: int | None
+    steps: int
 
 
 def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
     """Add a part of a gradient to `target`, once it has arrived. before: the addition before, which may have failed."""
-    # The copy writes `incoming`, and the addition before writes `target`: both must have ended, and succeeded.
     job.wait()
+    _add(incoming, target, dtype, before)
+
+
+def _copy(values: Tensor, gradient: Tensor) -> None:
+    values.copy_(gradient)
+
+
+def _add(incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
+    """Add a part of a gradient on the host to `target`. before: the addition before, which may have failed."""
+    # The addition before writes `target`: it must have ended, and succeeded.
     before.result()
     # Rounded to `dtype` as autograd rounds, also where `target` is wider.
     target.copy_(target.to(dtype).add_(incoming))
@@ -64,34 +84,52 @@ class OffloadedGradients:
     it was staged, in its dtype: the sum has the bits that autograd gives `p.grad`.
 
     enabled: whether gradients are offloaded; else there are none here.
+    left: the records of parameters of which a hook has seen the gradient that backward wrote, and has left it in
+        `p.grad`, as under DistributedDataParallel. Any other gradient beside one that is here is user code's.
     """
 
     # A gradient's way: backward's thread takes it and issues the copy (`take`), and the CPU lane adds it to the sum
     # (`_add_arrived`); `arrived` is done when the addition is. The step reads the sum where it is, and `forget_all`
-    # forgets it. From the first change until the total is stored all are `_torn`: after an exception none may be used.
+    # forgets it. From the first change until the total is stored it is `_torn`: after an exception none may be used.
     def __init__(self, store: HostStore, *, enabled: bool) -> None:
         self.enabled = enabled
         self._store = store
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
         """The passages in the order of use, each with the addition that reads from it last."""
         self._totals: dict[ParameterRecord, _Total] = {}
-        self._torn = False
+        self._torn: set[ParameterRecord] = set()
+        self.left: set[ParameterRecord] = set()
+        self._warned = False
+        if enabled:
+            count_steps()
 
     def take(
-        self, record: ParameterRecord, subgroups: Sequence[Subgroup], index: int, ledger: Ledger, *, in_backward: bool
+        self,
+        record: ParameterRecord,
+        leaf: Tensor,
+        subgroups: Sequence[Subgroup],
+        index: int,
+        ledger: Ledger,
+        *,
+        in_backward: bool,
     ) -> None:
-        """Add the parameter's gradient to its sum on the host, and release it on the accelerator behind the copy.
+        """Add a gradient of the parameter to its sum on the host, and release it on the accelerator behind the copy.
 
-        subgroups: the subgroups in which the parameter lies; index: the position of the first one. Where ranks divide
-        the parameter, no memory is pinned in backward: pinning may wait for the device, whose collectives wait for
-        other ranks; the first gradients are then copied more slowly.
-        If this is interrupted or fails, it is not known which parts were added, and all are refused until `forget_all`.
+        leaf: the tensor whose `grad` it is, the record's leaf or its parameter. subgroups: the subgroups in which the
+        parameter lies; index: the position of the first one. Where ranks divide the parameter, no memory is pinned in
+        backward: pinning may wait for the device, whose collectives wait for other ranks; the first gradients are then
+        copied more slowly.
+        If this is interrupted or fails, it is not known which parts were added, and all are refused until it is
+        forgotten.
         """
-        gradient = record.gradient
-        assert gradient is not None
-        arena = record.arena
+        assert leaf.grad is not None, "it is taken from there"
+        gradient, arena = local(leaf.grad), record.arena
         self.check()
+        steps = steps_of_all()
         before, pin = self._totals.get(record), not (in_backward and record.sharded)
+        if before is not None and before.steps != steps and not self._warned:
+            self._warned = True
+            warn(_UNUSED)
         if pin:
             self._store.stage(subgroups)
         most = MOST_IN_TRANSIT
@@ -99,20 +137,28 @@ class OffloadedGradients:
             most = min(most, ledger.device.capacity >> _SCALE)
         ledger.hold_back(gradient.nbytes, most)
         # After an exception from here on it is not known whether the gradient was added.
-        self._torn = True
+        self._torn.add(record)
         subgroup = subgroups[0] if subgroups else None
         flat = record.flat_gradient(gradient)
+        at_home = arena.streams and leaf is not record.leaf
         thread = threading.get_ident() if in_backward and not record.sharded else None
         if before is None:
             values = arena.gradient[record.offset : record.offset + record.numel]
-            job = self._send(values, flat, index, subgroup, ledger)
-            total = _Total(ledger.lane.submit(job.wait), values, gradient.dtype, thread)
+            if at_home:
+                arrived = ledger.lane.submit(partial(_copy, values, flat))
+            else:
+                arrived = ledger.lane.submit(self._send(values, flat, index, subgroup, ledger).wait)
+            total = _Total(arrived, values, gradient.dtype, thread, steps)
+        elif at_home:
+            arrived = ledger.lane.submit(partial(_add, flat, before.values, before.dtype, before.arrived))
+            total = before._replace(arrived=arrived, thread=thread, steps=steps)
         else:
             arrived = self._add(before, flat, index, subgroup, ledger, pin=pin)
-            total = before._replace(arrived=arrived, thread=thread)
-        record.leaf.grad = None
+            total = before._replace(arrived=arrived, thread=thread, steps=steps)
+        leaf.grad = None
         self._totals[record] = total
-        self._torn = False
+        self._torn.discard(record)
+        self.left.discard(record)
 
     def _send(
         self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
@@ -165,7 +211,7 @@ class OffloadedGradients:
         total = None if record is None else self._totals.get(record)
         if record is None or total is None or total.thread in (None, threading.get_ident()):
             return
-        self._torn = True
+        self._torn.add(record)
         raise RuntimeError(
             f"backward ran in two threads since the last step and has added to the gradient of one parameter, of shape "
             f"{tuple(record.parameter.shape)}, in both; DOSAdam(offload_gradients=True) takes it away while the other "
@@ -194,9 +240,13 @@ class OffloadedGradients:
             # The caller reads `values`, to which the copy or the CPU lane may still write.
             total.arrived.result()
         except Exception as error:
-            self._torn = True
+            self._torn.add(record)
             raise RuntimeError(_INCOMPLETE) from error
         return total.values
+
+    def dtype(self, record: ParameterRecord) -> torch.dtype:
+        """Return the dtype that `p.grad` would have; `flat` is wider where another parameter's gradients are."""
+        return self._totals[record].dtype
 
     def handle(self, record: ParameterRecord) -> Future[None] | None:
         """Return a handle of the parameter's gradient, another object after each change; None: it has no gradient."""
@@ -209,13 +259,18 @@ class OffloadedGradients:
         return [(record, self._totals[record].arrived) for record in chosen]
 
     def forget(self, records: Iterable[ParameterRecord]) -> None:
-        """Forget the gradients of these, once no addition writes to them: their memory is released with the arenas."""
-        for total in [self._totals.pop(record) for record in records if record in self._totals]:
-            # The arenas are released next, and the copy or the CPU lane may still write there. A failure is of no use.
-            total.arrived.exception()
+        """Forget the gradients of these, once no addition writes to them."""
+        for record in records:
+            self._torn.discard(record)
+            self.left.discard(record)
+            total = self._totals.pop(record, None)
+            if total is not None:
+                # The next gradient is copied there, or the memory is released with its arena, and the copy or the CPU
+                # lane may still write there. A failure does not matter for a gradient that no step uses.
+                total.arrived.exception()
 
     def forget_all(self) -> None:
         """Forget all gradients, once no addition writes to them."""
-        forgotten, self._totals, self._torn = self._totals, {}, False
+        forgotten, self._totals, self._torn, self.left = self._totals, {}, set(), set()
         for total in forgotten.values():
             total.arrived.exception()  # waits; a failure does not matter for gradients that no step uses

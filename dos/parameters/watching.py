@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dos.torch_internals.tensors import hook_again, tensor_address
+from dos.torch_internals.tensors import hook_again, hooks_after_accumulation, tensor_address
+
+
+def hooks_of_others(leaf: Tensor) -> bool:
+    """Return whether user code has hooks on the tensor that are called when its `grad` was written, and read it."""
+    hooks = hooks_after_accumulation(leaf)
+    return hooks is not None and bool(hooks) and set(map(_module, hooks.values())) != _OURS
+
+
+def check_hooks(parameter: Tensor) -> None:
+    """Raise ValueError if user code has a hook on the parameter that reads `p.grad`, which a copy has in its place."""
+    if hooks_of_others(parameter):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of "
+            "register_post_accumulate_grad_hook(), which would find no p.grad: with weights= backward writes the "
+            "gradient of a copy, which then moves to the host; use parameter.register_hook(), or "
+            "optimizer.edit_gradients() before step()"
+        )
+
+
+_module: Callable[[object], Any] = operator.attrgetter("__module__")
+_OURS = {__name__}
+"""The module of all hooks of this package on gradients."""
 
 
 class _Hook(NamedTuple):
-    """A hook on one parameter. address: of torch's own tensor, which has the hook."""
+    """The hooks of one parameter, and the address of torch's own tensor to whose `grad` backward writes.
 
-    handle: RemovableHandle
+    handles: of the hook there, and of the one on the parameter, if that is another tensor.
+    """
+
+    handles: tuple[RemovableHandle, ...]
     address: int
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
 
 
 _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary()
@@ -54,12 +85,12 @@ class Watching:
         garbage collector has not collected it yet.
         """
         if not wanted and parameter in self._watched:
-            self._watched.pop(parameter).handle.remove()
+            self._watched.pop(parameter).remove()
         if not wanted or parameter in self._watched:
             return
         earlier = _last.get(id(parameter))
         if earlier is not None and earlier._takes and parameter in earlier._watched:
-            earlier._watched[parameter].handle.remove()
+            earlier._watched[parameter].remove()
         for other in {earlier, *earlier._sharing} - {self} if earlier is not None else ():
             other._sharing.add(self)
             self._sharing.add(other)
@@ -67,15 +98,27 @@ class Watching:
         _last[id(parameter)] = self
         if not parameter.requires_grad:
             return
-        reference, leaf = self._watcher, self._leaf(parameter)
-        home = None if leaf is parameter else parameter  # a hook that refers to its own parameter is a cycle
+        leaf = self._leaf(parameter)
+        # Of the parameter, too: user code may use it in the graph beside its copy, as a penalty on all weights does.
+        leaves = (leaf,) if leaf is parameter else (leaf, parameter)
+        handles = tuple(self._hook(each, None if leaf is parameter else parameter) for each in leaves)
+        self._watched[parameter] = _Hook(handles, tensor_address(leaf))
+
+    def _hook(self, leaf: Tensor, home: Tensor | None) -> RemovableHandle:
+        """Hook the gradient of `leaf`. home: the parameter of which this is a copy, if it is one."""
+        # A hook that refers to its own parameter is a cycle.
+        reference, takes = self._watcher, self._takes
 
         def report(written: Tensor) -> None:
-            alive = reference()
-            if alive is not None:
-                alive.gradient_ready(written if home is None else home)
+            alive, parameter = reference(), written if home is None else home
+            if alive is None:
+                return
+            if takes and hooks_of_others(written):
+                alive.gradient_left(parameter)
+            else:
+                alive.gradient_ready(parameter)
 
-        self._watched[parameter] = _Hook(leaf.register_post_accumulate_grad_hook(report), tensor_address(leaf))
+        return leaf.register_post_accumulate_grad_hook(report)
 
     def watch_at(self, parameter: Tensor, leaf: Tensor) -> None:
         """Hook the gradient of `leaf` instead, to which backward writes the parameter's gradient from now on."""
@@ -86,17 +129,19 @@ class Watching:
     def _leaf(self, parameter: Tensor) -> Tensor:
         return self._leaves.get(parameter, parameter)
 
-    def renew(self) -> None:
+    def renew(self) -> list[Tensor]:
         """Hook again where torch has swapped tensors, and where an optimizer that took gradients away was collected.
 
-        Raises RuntimeError if an optimizer that takes them away is still alive.
+        Returns the parameters of which backward may have written gradients without a hook. Raises RuntimeError if an
+        optimizer that takes them away is still alive.
         """
         # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
-        for parameter in [p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p))]:
+        swapped = [p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p))]
+        for parameter in swapped:
             hook_again(parameter)
             self._watched[parameter] = self._watched[parameter]._replace(address=tensor_address(parameter))
         if not self._takes:
-            return
+            return swapped
         lost = {p: other for p in self._watched if (other := _last.get(id(p))) is not self}
         others = [p for p, other in lost.items() if other is not None and other._takes and p in other._watched]
         if others:
@@ -105,12 +150,14 @@ class Watching:
                 f"{len(others)} of this one's parameters, the first of them of shape {tuple(others[0].shape)}; what is "
                 "taken away serves one optimizer alone, so build both with offload_gradients=False, or delete the other"
             )
-        for parameter in [p for p, other in lost.items() if other is None]:
-            self._watched.pop(parameter).handle.remove()
+        unhooked = [p for p, other in lost.items() if other is None]
+        for parameter in unhooked:
+            self._watched.pop(parameter).remove()
             self.watch(parameter, wanted=True)
+        return swapped + unhooked
 
     def keep(self, wanted: Collection[int] = ()) -> None:
         """Watch no parameters but those with these ids."""
         for parameter in [p for p in self._watched if id(p) not in wanted]:
-            self._watched.pop(parameter).handle.remove()
+            self._watched.pop(parameter).remove()
             self._leaves.pop(parameter, None)

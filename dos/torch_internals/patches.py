@@ -1,6 +1,7 @@
 """Replaces functions of torch, for the whole process, where torch calls no hook. Torch 2.6 to 2.13.
 
-Clipping is a function of gradients, which calls no module and no optimizer. DistributedDataParallel broadcasts
+Clipping is a function of gradients, which calls no module and no optimizer. `zero_grad` of modules and of optimizers
+sets an attribute, which is None already where gradients are on the host. DistributedDataParallel broadcasts
 parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`.
 """
 
@@ -28,6 +29,17 @@ def replace_clipping(name: str, ours: Callable[..., Any]) -> None:
             "max_grad_norm= or optimizer.clip_grad_norm_(), without offload_gradients= and dos.fold_clipping()"
         )
     cells[0].cell_contents = functools.wraps(wrapper.__wrapped__)(functools.partial(ours, wrapper.__wrapped__))
+
+
+def replace_method(owner: type, name: str, ours: Callable[..., Any]) -> None:
+    """Let the method of this class call ours, with the method as it was as the first argument."""
+    before = getattr(owner, name)
+
+    @functools.wraps(before)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(before, self, *args, **kwargs)
+
+    setattr(owner, name, method)
 
 
 def call_before_broadcasts(call: Callable[[nn.Module], None]) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 
 import torch
@@ -61,6 +62,22 @@ def unwrapped(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+hooks_after_accumulation: Callable[[Tensor], dict[int, Callable[[Tensor], None]] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""Returns the hooks of `register_post_accumulate_grad_hook` by the ids of their handles; None: there was never one.
+
+Torch calls them in the order of the dict.
+"""
+
+
+def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
+    """Let torch call the hooks of `parameter.register_hook`, later ones included, for the gradient of `other`, too."""
+    if parameter._backward_hooks is None:
+        parameter._backward_hooks = OrderedDict()  # to which `register_hook` adds, and its handles refer
+    other._backward_hooks = parameter._backward_hooks
 
 
 def hook_again(parameter: Tensor) -> None:

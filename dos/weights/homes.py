@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from dos.devices import Device
 from dos.machine.host_memory import check_host_memory
 from dos.parameters.registry import Registry
+from dos.parameters.watching import check_hooks
 from dos.state.arena import aligned
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.torch_internals.module_parameters import move_buffers, parameters_of
+from dos.torch_internals.tensors import share_gradient_hooks
 from dos.weights.block import Block
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.stream import WeightStream, stream_of
@@ -132,6 +134,7 @@ class WeightHomes:
         for member in (m for each in members for m in each):
             p, record = member.parameter, self._registry.record(member.parameter)
             nbytes += p.nbytes
+            check_hooks(p)
             if p.requires_grad and id(p) not in group_of:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} in a block requires gradients and is not the optimizer's; "
@@ -170,6 +173,7 @@ class WeightHomes:
                 # Backward writes the copy's gradient, and torch refuses one on the device beside a home on the host.
                 member.trained, record.leaf = True, copy
                 registry.watching.watch_at(member.parameter, copy)
+                share_gradient_hooks(member.parameter, copy)
         block.arenas = {record.arena for p in trained if (record := registry.record(p)) is not None}
         self._put(block, streams=streams)
         return block

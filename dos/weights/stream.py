@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.parameters.hooks import module_hook
+from dos.parameters.watching import check_hooks
 from dos.torch_internals.modes import backward_number, in_backward, when_backward_ends
 from dos.torch_internals.module_parameters import (
     let_move,
@@ -433,8 +434,9 @@ def stream_of(model: nn.Module) -> WeightStream | None:
 
 
 def check_homes(block: Block) -> None:
-    """Raise RuntimeError if user code has replaced parameters of a block, or has unfrozen some."""
+    """Raise RuntimeError if user code has replaced parameters of a block, or has unfrozen some; see `check_hooks`."""
     for member in block.members:
+        check_hooks(member.parameter)
         if member.parameter.requires_grad and not member.trained:
             raise RuntimeError(
                 f"a parameter of shape {tuple(member.parameter.shape)} requires gradients, and did not when its weights"

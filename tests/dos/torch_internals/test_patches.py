@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dos.torch_internals.patches import call_before_broadcasts, replace_clipping
+from dos.torch_internals.patches import call_before_broadcasts, replace_clipping, replace_method
 from tests.support.ranks import on_pair
 
 CHANGED = "torch has changed what dos/torch_internals/patches.py relies on"
@@ -25,6 +25,17 @@ def clip_grad(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec.loader.exec_module(module)
     monkeypatch.setattr(torch.nn.utils, "clip_grad", module)
     return module
+
+
+def test_a_method_calls_what_took_its_place() -> None:
+    class Owner:
+        def method(self, number: int = 1) -> int:
+            "Of its class."
+            return number
+
+    replace_method(Owner, "method", lambda before, self, number=3: 10 * before(self, number))
+    assert (Owner().method(), Owner().method(2), Owner.method(Owner(), number=4)) == (30, 20, 40)
+    assert Owner.method.__doc__ == "Of its class."
 
 
 def test_clipping_calls_what_took_its_place(clip_grad: Any) -> None:

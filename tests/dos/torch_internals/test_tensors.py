@@ -13,9 +13,11 @@ from dos.torch_internals.tensors import (
     base_of,
     has_storage,
     hook_again,
+    hooks_after_accumulation,
     is_view,
     is_wrapper,
     is_zero_tensor,
+    share_gradient_hooks,
     storage_address,
     tensor_address,
     unwrapped,
@@ -117,3 +119,29 @@ def test_a_swap_loses_hooks_until_they_are_listed_again() -> None:
     assert backward() == [], f"torch keeps hooks: hook_again can go from {CHANGED.split()[-3]}"
     hook_again(parameter)
     assert backward() == ["before", "after"], CHANGED
+
+
+def test_hooks_after_accumulation_are_listed_while_they_are_registered() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert hooks_after_accumulation(parameter) is None, CHANGED
+
+    def hook(_: torch.Tensor) -> None:
+        pass
+
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    assert list(hooks_after_accumulation(parameter).values()) == [hook], CHANGED
+    handle.remove()
+    assert not hooks_after_accumulation(parameter), CHANGED
+
+
+def test_hooks_of_one_parameter_run_for_the_gradient_of_another() -> None:
+    parameter, copy, calls = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2)), list[str]()
+    early = parameter.register_hook(lambda _: calls.append("early"))
+    share_gradient_hooks(parameter, copy)
+    late = parameter.register_hook(lambda gradient: 2 * gradient)
+    copy.sum().backward()
+    assert (calls, copy.grad.tolist()) == (["early"], [2, 2]), CHANGED
+    early.remove()
+    late.remove()
+    copy.sum().backward()
+    assert (calls, copy.grad.tolist()) == (["early"], [3, 3]), CHANGED
