@@ -56,4 +56,5 @@ def _zero_optimizer(zero_grad: Callable[..., None], optimizer: torch.optim.Optim
 
 def _discard(parameters: Sequence[Tensor], set_to_none: bool) -> bool:
     """Return whether any of these are parameters of an optimizer of ours."""
-    return any([session.discard_gradients(parameters, overwrites=not set_to_none) for session in list(_sessions)])
+    found = [session.discard_gradients(parameters, overwrites=not set_to_none) for session in list(_sessions)]
+    return any(found)  # not before all were told
