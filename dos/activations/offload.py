@@ -25,7 +25,7 @@ from dos.guard import exclusive
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.planning.forecast import Room
-from dos.sharding.local import is_sharded, local
+from dos.sharding.local import holds_wrapper, is_sharded, local
 from dos.torch_internals.modes import next_node
 from dos.torch_internals.tensors import base_of, storage_address, unwrapped
 from perfmodel import Plan
@@ -289,7 +289,7 @@ class ActivationOffload:
         Parameters and buffers, views of them, and parameters that FSDP2 has gathered stay, because moving would release
         no memory. While a graph is captured, all tensors stay.
         """
-        plain = type(tensor) is Tensor or is_sharded(tensor)
+        plain = type(tensor) is Tensor or (is_sharded(tensor) and not holds_wrapper(tensor))
         if not plain or part.layout is not torch.strided or not self.device.owns(part) or self._is_recorded():
             return False
         if part.is_complex() or part.is_quantized or part.is_neg() or part.is_nested:

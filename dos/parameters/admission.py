@@ -82,8 +82,8 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rul
     mine = local(parameter)
     if is_wrapper(mine):
         raise TypeError(
-            f"{name_of(parameter, group)}: expected a plain tensor or a DTensor, found {type(mine).__name__}; other "
-            "wrappers of tensors are not supported"
+            f"{name_of(parameter, group)}: expected a plain tensor, a DTensor, or a wrapper of one dense tensor of the "
+            f"same shape and dtype, found {type(mine).__name__}; leave quantised parameters out, as LoRA does"
         )
     if mine.is_inference():
         raise TypeError(

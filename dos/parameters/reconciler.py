@@ -69,7 +69,7 @@ class Reconciler:
                 if not checked:
                     self._rule.check(group, f"param group {number}")
                     checked = True
-                if record is not None and record.sharded:
+                if record is not None and record.wrapped:
                     gradient = record.gradient
                 if (
                     record is not None

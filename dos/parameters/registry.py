@@ -63,6 +63,8 @@ class Registry:
         """Whether all ranks have the same parameters and settings, as far as is known."""
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
+        self._wrapped = False
+        """Whether there was a wrapped parameter."""
         self.accelerated: list[Subgroup] = []
         self.on_host: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
@@ -219,8 +221,8 @@ class Registry:
         self._forget_all_but(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """Return this rank's parts of DTensors, of which no version counts writes; see `look_at_bits`."""
-        return [(record, record.local) for record in self.records.values()] if self.meshes else []
+        """Return the values of wrapped parameters, of which no version counts writes; see `look_at_bits`."""
+        return [(record, record.local) for record in self.records.values() if record.wrapped] if self._wrapped else []
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Allocate the state of parameters, each with its group, that have none yet, and watch their gradients.
@@ -253,6 +255,7 @@ class Registry:
                     self.places[piece.record].append((subgroup, piece))
                 (self.accelerated if subgroup.arena.accelerated else self.on_host).append(subgroup)
             self.numbered += len(records)
+            self._wrapped |= any(record.wrapped for record in records)
             self.records.update({id(record.parameter): record for record in records})
             for key in nbytes:
                 self._promised[False].pop(key, None)
@@ -300,6 +303,6 @@ class Registry:
 def tell_autograd(records: Collection[ParameterRecord]) -> None:
     """Raise the version counters of the parameters, so that backward refuses graphs from before the update."""
     # Autograd may know them as their local part or as another leaf.
-    parts = [record.local for record in records if record.sharded]
+    parts = [record.local for record in records if record.wrapped]
     parts += [record.leaf for record in records if record.leaf is not record.parameter]
     torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])

@@ -1,4 +1,4 @@
-"""This rank's part of a tensor: the only place where DTensors are unwrapped, and wrapped again."""
+"""The plain tensor in a DTensor or wrapper: the only place where they are unwrapped, and DTensors wrapped again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dos.torch_internals.dtensors import dtensor_as, local_tensor
-from dos.torch_internals.tensors import base_of, version_counter
+from dos.torch_internals.tensors import PLAIN, base_of, held_tensor, is_wrapper, version_counter
 
 
 def is_sharded(tensor: object) -> bool:
@@ -18,13 +18,31 @@ def is_sharded(tensor: object) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_wrapped(tensor: Any) -> bool:
+    """Return whether `local` gives another tensor: of a DTensor, and of a wrapper that holds one dense tensor."""
+    if type(tensor) in PLAIN:
+        return False
+    return is_sharded(tensor) or (is_wrapper(tensor) and held_tensor(tensor) is not None)
+
+
 def local(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, without a copy; any other tensor itself."""
-    if not is_sharded(tensor):
+    """Return the plain tensor with the values: this rank's part of a DTensor, or what a wrapper holds, without a copy.
+
+    A plain tensor is returned itself, and so is a wrapper that does not hold one dense tensor of its shape and dtype.
+    """
+    if type(tensor) in PLAIN:
         return tensor
-    part = local_tensor(tensor)
+    part = local_tensor(tensor) if is_sharded(tensor) else tensor
     # The collective that writes the part may still run.
-    return part.trigger_wait() if hasattr(part, "trigger_wait") else part
+    part = part.trigger_wait() if hasattr(part, "trigger_wait") else part
+    held = held_tensor(part) if type(part) not in PLAIN and is_wrapper(part) else None
+    return part if held is None else held
+
+
+def holds_wrapper(dtensor: Any) -> bool:
+    """Return whether this rank's part of a DTensor is itself a wrapper, whose values may not be put in its place."""
+    part = local_tensor(dtensor)
+    return not hasattr(part, "trigger_wait") and local(dtensor) is not part
 
 
 def laid_out_as(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> Tensor:
@@ -77,9 +95,17 @@ def to_host(tensor: Any) -> Tensor:
 
 
 def version(tensor: Any) -> int:
-    """Return the number of counted writes to the tensor; of a DTensor, to the whole or to this rank's part."""
+    """Return the number of counted writes to the tensor; of a wrapped one, also to all tensors that it wraps."""
+    return sum(0 if part.is_inference() else version_counter(part) for part in _layers(tensor))
+
+
+def _layers(tensor: Any) -> tuple[Tensor, ...]:
+    """Return the tensor, and those that it wraps."""
+    if type(tensor) in PLAIN:
+        return (tensor,)
     parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
-    return sum(0 if part.is_inference() else version_counter(part) for part in parts)
+    held = held_tensor(parts[-1]) if is_wrapper(parts[-1]) and not is_sharded(parts[-1]) else None
+    return parts if held is None else (*parts, held)
 
 
 def counted_with(tensor: Any) -> tuple[Tensor, ...]:
@@ -88,10 +114,9 @@ def counted_with(tensor: Any) -> tuple[Tensor, ...]:
     The same memory may have several counters: `.data`, `torch.unsafe_chunk`, `torch.from_numpy` and views made within
     an operator return tensors with counters of their own. A detached tensor shares one, but not visibly.
     """
-    parts = (tensor, local_tensor(tensor)) if is_sharded(tensor) else (tensor,)
-    return tuple(map(base_of, parts))
+    return tuple(map(base_of, _layers(tensor)))
 
 
 def counts_writes(tensor: Tensor) -> bool:
-    """Return whether `version` counts all writes: not to DTensors, nor to tensors made in torch.inference_mode."""
-    return not (is_sharded(tensor) or tensor.is_inference())
+    """Return whether `version` counts all writes: not to wrapped tensors, nor to those made in torch.inference_mode."""
+    return not (is_wrapped(tensor) or tensor.is_inference())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dos.sharding.fingerprint import fingerprint
-from dos.sharding.local import is_sharded, laid_out_as, local, version
+from dos.sharding.local import is_sharded, is_wrapped, laid_out_as, local, version
 from dos.state.arena import Arena, State, as_transport_dtype
 from dos.torch_internals.dtensors import local_tensor
 from dos.torch_internals.tensors import is_zero_tensor, version_counter
@@ -20,7 +20,7 @@ from perfmodel.format import scale_shape
 class ParameterRecord:
     """One parameter's flat memory, its slice of the arena, and its version and address as they were last seen.
 
-    parameter: the user's tensor. sharded: whether it is a DTensor.
+    parameter: the user's tensor. sharded: whether it is a DTensor. wrapped: whether it has its values in `local`.
     leaf: the tensor whose gradient backward writes: the parameter, or its copy on the device where weights stream.
     local: this rank's part of the parameter, which is updated; all other fields describe it.
     kind: its device, dtype, shape and layout, which must not change. layout: the order of its axes in memory, in which
@@ -29,7 +29,8 @@ class ParameterRecord:
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if the parameter has gaps or is lazily negated
         (see `stand_in`).
     version, data_ptr: of the parameter after our last write; other values mean that user code wrote to it.
-    bits: a fingerprint of a DTensor after our last write, whose version proves nothing; None: it is not needed.
+    bits: a fingerprint of a wrapped parameter after our last write, whose version proves nothing; None: it is not
+        needed.
     rewritten: whether other bits were found.
     views: the values of `optimizer.state[p]` beside the step: live views of the state, shaped like the parameter.
     step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
@@ -39,6 +40,7 @@ class ParameterRecord:
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
         self.parameter = self.leaf = parameter
         self.sharded = is_sharded(parameter)
+        self.wrapped = is_wrapped(parameter)
         self.arena = arena
         self.offset = offset
         self.number = number
@@ -64,13 +66,16 @@ class ParameterRecord:
     def local(self) -> Tensor:
         """This rank's part of the parameter."""
         p = self.parameter
-        return local_tensor(p) if self.sharded else p
+        if not self.wrapped:
+            return p
+        part = local_tensor(p) if self.sharded else p
+        return part if type(part) is Tensor else local(p)  # a shortcut: each step asks several times
 
     @property
     def gradient(self) -> Tensor | None:
         """This rank's part of the gradient in `leaf.grad`."""
         gradient = self.leaf.grad
-        return local(gradient) if self.sharded and gradient is not None else gradient
+        return local(gradient) if self.wrapped and gradient is not None else gradient
 
     @property
     def state(self) -> State:
@@ -118,7 +123,7 @@ class ParameterRecord:
         """
         p = self.local
         return (
-            (version(self.parameter) if self.sharded else version_counter(p)) == self.version
+            (version(self.parameter) if self.wrapped else version_counter(p)) == self.version
             and not self.rewritten
             and p.data_ptr() == self.data_ptr
             and p.stride() == self._strides
@@ -145,10 +150,10 @@ class ParameterRecord:
     def saw(self) -> None:
         """Remember the parameter as it is now."""
         p = self.local
-        if self.sharded:
+        if self.wrapped:
             self.rewritten = False
             self.bits = None if not self.arena.format.has_masters else fingerprint(p)
-        self.version = version(self.parameter) if self.sharded else version_counter(p)
+        self.version = version(self.parameter) if self.wrapped else version_counter(p)
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
 
     def write_back(self) -> None:

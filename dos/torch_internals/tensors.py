@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,24 @@ def is_wrapper(tensor: Tensor) -> bool:
     """Return whether the tensor is of a subclass that has its values in other tensors."""
     wraps: bool = is_traceable_wrapper_subclass(tensor)
     return wraps
+
+
+def held_tensor(tensor: Any) -> Tensor | None:
+    """Return the one tensor that a wrapper has its values in, if that is dense and of the same shape and dtype.
+
+    Such are torchao's subclasses for training in lower precision. None if it has other tensors besides, such as scales,
+    for then the one alone has not the wrapper's values.
+    """
+    names, _ = tensor.__tensor_flatten__()
+    held: Any = getattr(tensor, names[0]) if len(names) == 1 else None
+    if type(held) not in PLAIN or held.layout != torch.strided:
+        return None
+    alike: bool = (held.shape, held.dtype) == (tensor.shape, tensor.dtype)
+    return held if alike else None
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensors that wrap no other."""
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from dos.sharding.local import is_sharded
 from dos.state.record import is_dense
 from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_parameters import own_parameters
+from dos.torch_internals.tensors import is_wrapper
 
 Amount = int | float | Literal["auto"]
 """How many blocks stay on the device: a number, a share (a float), or the plan's choice."""
@@ -131,6 +132,11 @@ def check_streamable(model: nn.Module, parameters: Collection[Tensor]) -> None:
         raise ValueError(
             "weights= is for whole parameters, found DTensors; FSDP2 moves its shards itself with CPUOffloadPolicy "
             "(docs/many-gpus.md)"
+        )
+    if any(map(is_wrapper, [*parameters, *model.parameters()])):
+        raise ValueError(
+            "weights= is for plain parameters, found wrappers of tensors, such as torchao's; attach the model without "
+            "weights="
         )
     if is_compiled(model):
         raise ValueError(

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dos.torch_internals.tensors import (
     base_of,
     has_storage,
+    held_tensor,
     hook_again,
     hooks_after_accumulation,
     is_view,
@@ -86,6 +87,33 @@ def test_wrappers_are_told_by_how_they_are_taken_apart() -> None:
     assert is_wrapper(torch.zeros(2).as_subclass(Wrapper)), CHANGED
     assert not is_wrapper(torch.zeros(2)), CHANGED
     assert not is_wrapper(nn.Parameter(torch.zeros(2))), CHANGED
+
+
+def test_a_wrapper_of_one_dense_tensor_says_which() -> None:
+    """torch.compile and FSDP take wrappers apart by the same method."""
+    inner = torch.ones(2)
+
+    class Holds(Tensor):
+        @staticmethod
+        def __new__(cls, dtype: torch.dtype, *names: str) -> Any:
+            return Tensor._make_wrapper_subclass(cls, (2,), dtype=dtype)
+
+        def __init__(self, dtype: torch.dtype, *names: str) -> None:
+            self.names, self.inner, self.other = names, inner, torch.ones(())
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return list(self.names), None
+
+        @classmethod
+        def __tensor_unflatten__(cls, *_: object) -> None: ...
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object) -> None: ...
+
+    assert held_tensor(Holds(torch.float32, "inner")) is inner, CHANGED
+    assert held_tensor(Holds(torch.bfloat16, "inner")) is None
+    assert held_tensor(Holds(torch.float32, "inner", "other")) is None
+    assert held_tensor(Holds(torch.float32, "other")) is None
 
 
 def test_what_torch_func_wraps_is_inside() -> None:

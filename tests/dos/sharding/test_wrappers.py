@@ -1,0 +1,227 @@
+"""Parameters that wrap one dense tensor, as torchao's for training in low precision, train as with AdamW.
+
+Others are refused: one tensor among several, or of another dtype, has not the parameter's values.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils._pytree import tree_map_only
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.ranks import Ranks
+from tests.support.training import FAST
+
+aten = torch.ops.aten
+KEPT = {
+    aten.t.default, aten.detach.default, aten.empty_like.default, aten.new_zeros.default, aten.slice.Tensor,
+    aten.view.default, aten.as_strided.default, aten._to_copy.default, aten.clone.default,
+}  # fmt: skip
+
+
+class Low(Tensor):
+    """As torchao's BitNetTrainingLinearWeight: operations see the tensor within, some results are wrapped again."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, *others: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=cls.dtype_of(data), device=data.device)
+
+    @classmethod
+    def dtype_of(cls, data: Tensor) -> torch.dtype:
+        return data.dtype
+
+    def __init__(self, data: Tensor, *others: Tensor) -> None:
+        self._data = data
+        self._others = others
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[object]]:
+        return ["_data"], []
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], *_: object) -> Any:
+        return cls(inner["_data"])
+
+    def __repr__(self, **_: object) -> str:
+        return f"Low({self._data})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each._data, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return tree_map_only(Tensor, cls, out) if func in KEPT else out
+
+
+class Quantised(Low):
+    """Codes of another dtype."""
+
+    @classmethod
+    def dtype_of(cls, data: Tensor) -> torch.dtype:
+        return torch.float32
+
+
+class Scaled(Low):
+    """A scale beside the tensor."""
+
+    _scale: Tensor
+
+    def __init__(self, data: Tensor, *others: Tensor) -> None:
+        super().__init__(data)
+        self._scale = torch.ones(())
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[object]]:
+        return ["_data", "_scale"], []
+
+
+def build(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(dtype)
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(Low(layer.weight.detach()))
+    return model
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [(p._data if isinstance(p, Low) else p).detach().clone() for p in model.parameters()]
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    dtype = model[0].bias.dtype  # type: ignore[index, union-attr]
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    model(x).float().square().mean().backward()
+
+
+def trained(
+    kind: Callable[..., Optimizer],
+    *,
+    dtype: torch.dtype = torch.float32,
+    attach: bool = False,
+    write: Callable[[Any], object] | None = None,
+    **settings: Any,
+) -> list[Tensor]:
+    model = build(dtype)
+    optimizer = kind(model.parameters(), lr=1e-2, **settings)
+    if attach:
+        optimizer.attach(model)  # type: ignore[attr-defined]
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        if write is not None and step == 1:
+            write(model[0].weight)
+    if attach:
+        optimizer.synchronize()  # type: ignore[attr-defined]
+    return values(model)
+
+
+def on(policy: Any, **more: Any) -> dict[str, Any]:
+    return {"device": EmulatedDevice(FAST, capacity=10**7), "policy": policy, "subgroup_size": 100, **more}
+
+
+MODES: list[Callable[[], dict[str, Any]]] = [
+    dict,
+    lambda: on("cpu"),
+    lambda: on("resident"),
+    lambda: on("stride:1", attach=True),
+    lambda: on(0.5, offload_gradients=True, attach=True),
+    lambda: {"state_format": "float32"},
+    lambda: on("cpu", state_format="float32", attach=True),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_train_as_with_adamw_with_the_same_bits_wherever_state_is(dtype: torch.dtype) -> None:
+    first, *others = (trained(DOSAdam, dtype=dtype, **mode()) for mode in MODES)
+    for other in others:
+        assert all(map(torch.equal, other, first))
+    if dtype is torch.float32:
+        torch.testing.assert_close(first, trained(AdamW), rtol=1e-5, atol=1e-7)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "detach": lambda p: p.detach().mul_(2),
+    "data": lambda p: p.data.mul_(2),
+    "within": lambda p: p._data.mul_(2),
+    "foreach": lambda p: torch._foreach_mul_([p.detach()], 2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("policy", ["cpu", "resident"])
+def test_writes_are_taken_over(write: str, policy: str) -> None:
+    expected = trained(AdamW, write=WRITES["within"])
+    torch.testing.assert_close(trained(DOSAdam, write=WRITES[write], **on(policy)), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_state_consists_of_plain_tensors_as_adamws_and_goes_on() -> None:
+    """`torch.zeros_like` of such a parameter gives a plain tensor, too."""
+    model, optimizer = build(), None
+    for number in range(2):
+        before, optimizer = optimizer, DOSAdam(model.parameters(), lr=1e-2, **on("cpu"))
+        if before is not None:
+            saved = io.BytesIO()
+            torch.save(before.state_dict(), saved)
+            saved.seek(0)
+            optimizer.load_state_dict(torch.load(saved))
+        for step in (2 * number, 2 * number + 1):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+    assert optimizer is not None
+    entry = optimizer.state[model[0].weight]
+    assert {type(value) for value in entry.values()} == {Tensor}
+    assert entry["exp_avg"].shape == (32, 16)
+    assert optimizer.adamw_state(model[0].weight)["exp_avg"].shape == (32, 16)
+    assert all(map(torch.equal, values(model), trained(DOSAdam)))
+    theirs = AdamW(copy.deepcopy(model).parameters(), lr=1e-2)
+    theirs.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("kind", [Quantised, Scaled])
+def test_others_are_refused_before_anything_changes(kind: type[Low]) -> None:
+    data = torch.ones(4, 4, dtype=torch.int8 if kind is Quantised else torch.float32)
+    wrapped = nn.Parameter(kind(data))
+    with pytest.raises(
+        TypeError, match=f"a wrapper of one dense tensor of the same shape and dtype, found {kind.__name__}"
+    ):
+        DOSAdam([wrapped])
+
+
+def test_their_weights_do_not_stream() -> None:
+    model = build()
+    optimizer = DOSAdam(model.parameters(), offload_gradients=True, **on("cpu"))
+    with pytest.raises(ValueError, match="weights= is for plain parameters, found wrappers of tensors"):
+        optimizer.attach(model, weights=0, blocks=[model[0], model[2]])
+
+
+def shards(steps: int) -> tuple[Tensor, Tensor, type]:
+    """On a rank: its part of a DTensor of such a wrapper, and what AdamW makes of the same numbers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    part = torch.arange(32.0).view(8, 4) + mesh.get_rank()
+    parameter = nn.Parameter(DTensor.from_local(Low(part.clone()), mesh, [Shard(0)], run_check=False))
+    plain = nn.Parameter(part.clone())
+    ours, theirs = DOSAdam([parameter], lr=0.1, **on("cpu")), AdamW([plain], lr=0.1)
+    for step in range(steps):
+        gradient = torch.full_like(part, step + 1.0)
+        parameter.grad = DTensor.from_local(gradient, mesh, [Shard(0)], run_check=False)
+        plain.grad = gradient.clone()
+        ours.step()
+        theirs.step()
+    found: Any = parameter
+    return found._local_tensor._data.detach(), plain.detach(), type(ours.state[parameter]["exp_avg"])
+
+
+def test_dtensors_of_them(pair: Ranks) -> None:
+    for mine, expected, kind in pair.run(shards, 3):
+        torch.testing.assert_close(mine, expected)
+        assert kind.__name__ == "DTensor"
