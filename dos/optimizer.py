@@ -234,8 +234,10 @@ class DOSAdam(Optimizer):
 
         Each module waits for its own parameters just before it runs, in training; ``step()`` itself waits for
         parameters whose module has not run yet. Compiled modules wait once, at their top. Evaluating, saving, loading,
-        copying and pickling the model wait for all updates. Call ``synchronize()`` before touching parameters or
-        gradients in any other way after ``step()``, such as ``model.to()``, and before a CUDA graph is captured.
+        copying and pickling the model wait for all updates. Reading a module's parameters, as by ``model.parameters()``
+        or ``layer.weight``, waits for those of this module, and reading ``param_groups[i]["params"]`` for all. Of
+        parameters that your code has kept, as in a list, nothing is seen: call ``synchronize()`` before touching these
+        after ``step()``, and before a CUDA graph is captured.
         Subgroups are updated in the order in which forward first used them. Attaching another model replaces the first.
         Compile a model before you attach it.
 
@@ -296,7 +298,8 @@ class DOSAdam(Optimizer):
         if not set_to_none and self._session.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten below
         self._session.forget_gradients()
-        zero_grad_of_optimizers(self, set_to_none)
+        with self._session.lists_at_rest():
+            zero_grad_of_optimizers(self, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients to ``max_norm`` in the next ``step()``.

@@ -25,6 +25,7 @@ from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, war
 from dos.options import Options
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
+from dos.parameters.group_parameters import GroupParameters, members
 from dos.parameters.hooks import Attachment, lasting, refuse_forward
 from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_views
@@ -107,7 +108,7 @@ class Session:
     @property
     def parameters(self) -> Iterator[Tensor]:
         """The parameters of all groups."""
-        return (p for group in self.groups for p in group["params"])
+        return (p for group in self.groups for p in members(group["params"]))
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
@@ -117,6 +118,7 @@ class Session:
     def admit(self, group: Group) -> None:
         """Take one of the groups in. Raises TypeError, ValueError or MemoryError if it cannot be optimised."""
         self.registry.admit(group)
+        group["params"] = GroupParameters(group["params"], self.synchronize)
         self._set_up_device()
         self._waiting |= {id(p) for p in group["params"] if self.registry.devices.awaits(p)}
         if self._waiting and self._refusal is None:
@@ -180,6 +182,7 @@ class Session:
             # Hooks of an attached model order the caller, while updates run on into the forward.
             if self.attachment is None or not self.ledger.running:
                 self._hand_over()
+            self._wait_before_reads()
         except BaseException:
             self.reconciler.withdraw()
             with contextlib.suppress(Exception):  # the error that is raised already came first
@@ -352,6 +355,10 @@ class Session:
         """Return whether the present work is being captured in a CUDA graph, whose replays run no hooks. For hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
 
+    def waits(self) -> bool:
+        """Return whether hooks have anything to do before parameters are used."""
+        return bool(self.ledger.pending) or self.capturing()
+
     def finish_others(self) -> None:
         """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours."""
         for other in self.registry.watching.others():
@@ -374,7 +381,7 @@ class Session:
             return
         self.ledger.order_caller()
         self.registry.written(self.ledger.unfinished)
-        self.ledger.pending = {}
+        self._all_updated()
 
     @entry(*ANY)
     def synchronize(self) -> None:
@@ -390,14 +397,57 @@ class Session:
                 self.on_device.decisions.pace.read()
             self.registry.written(self.ledger.unfinished)
         except Exception:
-            self.ledger.pending = {}  # no update runs any more, and no hook has to wait
+            self._all_updated()
             raise
-        self.ledger.pending = {}  # after the wait: if Ctrl-C ends that, the next call waits again
+        self._all_updated()  # after the wait: if Ctrl-C ends that, the next call waits again
+
+    def _all_updated(self) -> None:
+        """Let no hook and no reading wait any more."""
+        self._end_waiting()
+        self.ledger.pending = {}
+
+    def _wait_before_reads(self) -> None:
+        """Wait before user code reads parameters of which updates run, if any do."""
+        if self.attachment is not None and self.ledger.unfinished:
+            self.attachment.wait_before_reads()
+            for parameters in self._lists():
+                parameters.wait()
+
+    def _end_waiting(self) -> None:
+        if self.ledger.pending and self.attachment is not None:
+            self.attachment.end_waiting()
+            for parameters in self._lists():
+                parameters.rest()
+
+    @contextlib.contextmanager
+    def lists_at_rest(self) -> Iterator[None]:
+        """Let the lists of the groups not wait meanwhile, for a reader of no values."""
+        for parameters in self._lists():
+            parameters.rest()
+        try:
+            yield
+        finally:
+            if self.attachment is not None and self.ledger.unfinished:
+                for parameters in self._lists():
+                    parameters.wait()
+
+    def _lists(self) -> list[GroupParameters]:
+        """Return the groups' lists of parameters, without those that user code has set."""
+        return [group["params"] for group in self.groups if isinstance(group["params"], GroupParameters)]
 
     def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Wait for the updates of these parameters, and no others. A hook calls this before they are used."""
-        if self.ledger.pending:
+        if self.ledger.pending and not self._have_waited(parameters):
             self._finish_parameters(parameters)
+
+    def _have_waited(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the caller's queue is behind these updates. Without the lock: readers ask it often."""
+        here, pending = None if self.on_device is None else self.on_device.device.caller(), self.ledger.pending
+        for parameter in parameters:
+            record = self.registry.record(parameter)
+            if record in pending and here not in pending[record]:
+                return False
+        return not self.capturing()
 
     @entry(*ANY)
     def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -710,7 +760,7 @@ class Session:
             raise ValueError(
                 "the weights of this model stream between host and device; pass weights= again, such as weights='auto'"
             )
-        before, self.attachment = self.attachment, Attachment(model, self, amount)
+        before, self.attachment = self.attachment, Attachment(model, self, amount, reads=self.weights is None)
         if before is not None:
             before.detach()
         self._attach_device()

@@ -1,4 +1,4 @@
-"""Hooks on modules: a module waits for its updates before it runs, is saved or is copied."""
+"""Hooks on modules: a module waits for its updates before it runs, is read, is saved or is copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from dos.sharding import ddp
 from dos.torch_internals import fsdp2
 from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_dict import set_first
-from dos.torch_internals.module_parameters import own_parameters, parameters_of
+from dos.torch_internals.module_parameters import (
+    end_waiting,
+    own_parameters,
+    parameters_of,
+    wait_before_reading,
+)
 
 
 def check_model(model: object, parameters: Iterable[Tensor]) -> None:
@@ -59,11 +64,16 @@ class Attachment:
     parameters that another module uses or a method other than forward, nor parameters of modules that ran while a CUDA
     graph was captured, because its replays run no hooks. Evaluation, saving, loading, copying and pickling wait for all
     updates, a compiled module for the updates of all modules below it. Under FSDP2 an all-gather waits for its shards;
-    modules wait for nothing, because their parameters are gathered before they run.
+    modules wait for nothing, because their parameters are gathered before they run. User code that reads a module's
+    parameters while updates run waits for those of this module.
     """
 
-    def __init__(self, model: nn.Module, watcher: Any, amount: Any = None) -> None:
-        """watcher: the session. amount: how many of the tensors that a forward saves move; None: not asked for."""
+    def __init__(self, model: nn.Module, watcher: Any, amount: Any = None, *, reads: bool = True) -> None:
+        """Put hooks on the model.
+
+        watcher: the session. amount: how many of the tensors that a forward saves move; None: not asked for.
+        reads: whether to wait before user code reads parameters; False where weights stream, which wait by themselves.
+        """
         self._amount = amount
         # The model's hooks refer to this, and the optimizer does: neither may keep the other alive.
         self._watcher = weakref.ref(watcher)
@@ -81,6 +91,8 @@ class Attachment:
         """The number of parameters in `_first_use` when `take_new_order` was called last."""
         self._attribute = f"_dos_wait_{id(self)}"  # a model may be attached to several optimizers
         self._handles: list[RemovableHandle] = []
+        self._read: list[weakref.ref[nn.Module]] = []
+        """The modules that have parameters; weak, because the optimizer refers to this."""
         self._groups = fsdp2.sharded_groups(model)
         self._sharded = weakref.WeakSet(module for group in self._groups for module in fsdp2.modules_of(group))
         """Modules whose parameters FSDP2 gathers."""
@@ -88,6 +100,9 @@ class Attachment:
             fsdp2.wait_before_gathering(group, self)
         ddp.wait_before_broadcasts(self)
         self._add(model)
+        for module in model.modules() if reads else ():
+            if own_parameters(module):
+                self._read.append(weakref.ref(module))
         alone = module_hook(model, self._detach_if_alone)
         self._handles.append(model.register_forward_pre_hook(alone, prepend=True))
         self._handles.append(model.register_forward_hook(module_hook(model, self._after_forward)))
@@ -133,8 +148,27 @@ class Attachment:
         ran = {id(p) for module, whole in self._ran.items() for p in self._own(module, recurse=whole)}
         return (ran | self._gathered) - self._captured
 
+    def wait_before_reads(self) -> None:
+        """Wait before user code reads a module's parameters, until the module runs or `end_waiting` is called."""
+        for reference in self._read:
+            module = reference()
+            if module is not None:
+                wait_before_reading(module, self)
+
+    def end_waiting(self) -> None:
+        """Undo `wait_before_reads`: no update runs any more."""
+        for reference in self._read:
+            module = reference()
+            if module is not None:
+                end_waiting(module, self)
+
+    def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
+        """Wait for the updates of a module's parameters, which user code is about to read or write."""
+        self.finish(p for p in parameters if p is not None)
+
     def detach(self) -> None:
         """Remove all hooks."""
+        self.end_waiting()
         for handle in self._handles:
             handle.remove()
         for group in self._groups:
@@ -171,14 +205,17 @@ class Attachment:
         if not module.training:
             self._finish_all(module)
             return
-        # Its parameters are gathered now; the all-gather has waited for the shards.
-        if module in self._sharded:
+        watcher = self._watcher()
+        if watcher is None or (module in self._ran and not watcher.waits()):
             return
-        own = self._own(module, recurse=False)
-        if module not in self._ran:
-            self._ran[module] = False
-            self._first_use |= dict.fromkeys(map(id, own))
-        self.finish(own)
+        # Its parameters are gathered now; the all-gather has waited for the shards.
+        if module not in self._sharded:
+            own = self._own(module, recurse=False)
+            if module not in self._ran:
+                self._ran[module] = False
+                self._first_use |= dict.fromkeys(map(id, own))
+            self.finish(own)
+        end_waiting(module, self)  # it reads its parameters several times
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
         """Wait for the updates of these shards, which FSDP2 is about to read on the present stream."""
@@ -196,6 +233,8 @@ class Attachment:
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True
         self.finish(self._own(module))
+        for each in module.modules():
+            end_waiting(each, self)
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Wait for the updates of these parameters, which are about to be used."""

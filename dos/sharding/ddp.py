@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dos.torch_internals.module_parameters import parameters_of
 from dos.torch_internals.patches import call_before_broadcasts
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
@@ -74,7 +75,7 @@ def _watch_broadcasts() -> None:
 
 def _finish(model: torch.nn.Module) -> None:
     for waits in list(_waiting):
-        waits.finish(model.parameters())
+        waits.finish(parameters_of(model))
 
 
 def _all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Any]:

@@ -14,5 +14,5 @@ from torch import Tensor, nn
 def parameters_of_all_modules() -> list[Tensor]:
     """Return the parameters of all modules of the process; takes some 50 ms."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    # A module whose constructor has not run has no `_parameters`.
-    return [p for module in modules for p in vars(module).get("_parameters", {}).values() if p is not None]
+    # A module whose constructor has not run has no `_parameters`. By `dict`'s method, which waits for no update.
+    return [p for module in modules for p in dict.values(vars(module).get("_parameters", {})) if p is not None]

@@ -9,36 +9,44 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
-class WatchedParameters(dict[str, Any]):
-    """A module's parameters by name; `before_reading` is called before any is read. A copy is a plain dict."""
+class Watcher(Protocol):
+    """Waits before user code reads parameters of a module."""
 
-    def __init__(self, parameters: dict[str, Any], before_reading: Callable[[], None]) -> None:
-        super().__init__(parameters)
-        self._before_reading = before_reading
+    def before_reading(self, parameters: Iterable[Any]) -> None:
+        """Wait until these may be read and written. Entries may be None."""
 
-    def __getitem__(self, name: str) -> Any:
-        self._before_reading()
-        return super().__getitem__(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self._before_reading()
-        return super().get(name, default)
+class _WaitingParameters(dict[str, Any]):
+    """A module's parameters by name, in the place of its own dict while watchers wait. A copy is a plain dict.
 
-    def items(self) -> Any:
-        self._before_reading()
-        return super().items()
+    plain: the module's own dict. watchers: called before any parameter is read.
+    """
 
-    def values(self) -> Any:
-        self._before_reading()
-        return super().values()
+    # Not for good: methods in Python would slow all reading down, and a model that was compiled before it is attached
+    # would be compiled again, because torch.compile has seen a plain dict.
+    __slots__ = ("_changed", "_plain", "watchers")
+
+    def __init__(self, plain: dict[str, Any]) -> None:
+        super().__init__(plain)
+        self._plain, self._changed = plain, False
+        self.watchers: set[Watcher] = set()
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The module's own dict, with what was written to this one."""
+        if self._changed:
+            self._plain.clear()
+            self._plain.update(dict.items(self))
+            self._changed = False
+        return self._plain
 
     def __iter__(self) -> Iterator[str]:
         # Not left out: dict(self), {**self} and copy() go past all methods of a subclass that has dict's iterator.
@@ -48,23 +56,51 @@ class WatchedParameters(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-def watch_parameters(module: nn.Module, before_reading: Callable[[], None]) -> None:
-    """Call `before_reading` before the module's own parameters are read."""
-    vars(module)["_parameters"] = WatchedParameters(own_parameters(module), before_reading)
+def _wrapped(name: str, *, reads: bool, writes: bool) -> Callable[..., Any]:
+    """Return the method of `dict` of this name for `_WaitingParameters`."""
+    method = getattr(dict, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if reads:
+            for watcher in tuple(self.watchers):
+                watcher.before_reading(dict.values(self))
+        if writes:
+            self._changed = True
+        return method(self, *args, **kwargs)
+
+    return call
 
 
-def unwatch_parameters(module: nn.Module) -> None:
-    """Undo `watch_parameters`."""
-    vars(module)["_parameters"] = dict(own_parameters(module))
+for _name in ("__getitem__", "get", "items", "values", "pop", "popitem", "setdefault"):
+    setattr(_WaitingParameters, _name, _wrapped(_name, reads=True, writes=_name in ("pop", "popitem", "setdefault")))
+for _name in ("__setitem__", "__delitem__", "update", "clear", "__ior__"):
+    setattr(_WaitingParameters, _name, _wrapped(_name, reads=False, writes=True))
+
+
+def wait_before_reading(module: nn.Module, watcher: Watcher) -> None:
+    """Call `watcher.before_reading` before the module's own parameters are read, until `end_waiting`."""
+    found = vars(module)["_parameters"]
+    if type(found) is not _WaitingParameters:
+        found = vars(module)["_parameters"] = _WaitingParameters(found)
+    found.watchers.add(watcher)
+
+
+def end_waiting(module: nn.Module, watcher: Watcher) -> None:
+    """Undo `wait_before_reading`. The last watcher leaves the module its own dict."""
+    found = vars(module)["_parameters"]
+    if type(found) is _WaitingParameters:
+        found.watchers.discard(watcher)
+        if not found.watchers:
+            vars(module)["_parameters"] = found.plain
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the module's own parameters by name, without calling `before_reading`."""
+    """Return the module's own parameters by name, without waiting."""
     return dict(dict.items(vars(module)["_parameters"]))
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
-    """Return `module.parameters()` as a list, without calling `before_reading`."""
+    """Return `module.parameters()` as a list, without waiting."""
     modules = module.modules() if recurse else (module,)
     found = (p for each in modules for p in own_parameters(each).values() if p is not None)
     return list({id(p): p for p in found}.values())

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from dos.parameters.hooks import module_hook
 from dos.parameters.watching import check_hooks
 from dos.torch_internals.modes import backward_number, in_backward, when_backward_ends
 from dos.torch_internals.module_parameters import (
+    end_waiting,
     let_move,
     own_parameters,
     refuse_to_move,
     tensors_in,
-    unwatch_parameters,
-    watch_parameters,
+    wait_before_reading,
 )
 from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
@@ -95,11 +95,14 @@ class WeightStream:
                 ),
                 module.register_forward_hook(module_hook(module, self._after, with_arguments=True), always_call=True),
             ]
+        self._readings: list[tuple[weakref.ref[nn.Module], _Reading]] = []
         inside = {each: block for block in self.blocks for member in block.members for each, _ in member.places}
         for each in model.modules():
             own = [p for p in own_parameters(each).values() if p is not None]
             if own:
-                watch_parameters(each, _Reading(self, own, inside.get(each)))
+                reading = _Reading(self, own, inside.get(each))
+                self._readings.append((weakref.ref(each), reading))
+                wait_before_reading(each, reading)  # for good: copies are released before user code writes
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
 
@@ -119,8 +122,10 @@ class WeightStream:
             handle.remove()
         model = self._model()
         if model is not None:
-            for module in model.modules():
-                unwatch_parameters(module)
+            for reference, reading in self._readings:
+                module = reference()
+                if module is not None:
+                    end_waiting(module, reading)
             let_move(model)
             _of_model.pop(model, None)
 
@@ -414,7 +419,7 @@ class WeightStream:
 
 
 class _Reading:
-    """A function called before a module's parameters are read, which does nothing while their block runs.
+    """Waits before a module's parameters are read, unless their block runs.
 
     block: the one to which they belong. The stream is referred to weakly, because the module refers to this.
     """
@@ -422,7 +427,7 @@ class _Reading:
     def __init__(self, stream: WeightStream, parameters: Sequence[Tensor], block: Block | None) -> None:
         self._stream, self._parameters, self._block = weakref.ref(stream), parameters, block
 
-    def __call__(self) -> None:
+    def before_reading(self, _: Iterable[Tensor | None]) -> None:
         stream = self._stream()
         if stream is not None and not (self._block is not None and self._block.running):
             stream.before_reading(self._parameters, self._block)

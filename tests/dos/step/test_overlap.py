@@ -117,9 +117,10 @@ class Replacing(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layer = nn.Linear(24, 7)
+        self.kept = list(self.layer.parameters())  # as an LSTM has, too
 
     def forward(self, x: Tensor) -> Tensor:
-        for p in self.layer.parameters():
+        for p in self.kept:
             p.data = p.data.clone()
         return self.layer(x)
 
@@ -146,10 +147,11 @@ def test_values_that_user_code_puts_in_the_place_of_an_update_are_trained_on() -
     for waits in (True, False):
         model = mlp()
         optimizer = accelerated(model, attach=True, policy="cpu")
+        kept = list(model.parameters())  # through the model it would wait
         train(model, optimizer, 3)
         if waits:
             optimizer.synchronize()
-        for p in model.parameters():
+        for p in kept:
             p.data = torch.full_like(p, 0.01)
         optimizer.synchronize()
         train(model, optimizer, 2)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from dos.torch_internals.module_parameters import (
+    end_waiting,
     exchange,
     let_move,
     move_buffers,
@@ -17,16 +20,26 @@ from dos.torch_internals.module_parameters import (
     parameters_of,
     refuse_to_move,
     tensors_in,
-    unwatch_parameters,
-    watch_parameters,
+    wait_before_reading,
 )
 
 CHANGED = "torch has changed how modules keep or move their parameters"
 
 
+class Asked:
+    """Counts how often it was asked to wait."""
+
+    times = 0
+
+    def before_reading(self, parameters: Iterable[Any]) -> None:
+        assert [p.shape[0] for p in parameters if p is not None]
+        self.times += 1
+
+
 def test_all_ways_to_a_parameter_are_seen() -> None:
-    module, asked = nn.Linear(2, 2), []
-    watch_parameters(module, lambda: asked.append(1))
+    module, asked = nn.Linear(2, 2), Asked()
+    own = vars(module)["_parameters"]
+    wait_before_reading(module, asked)
     ways = (
         lambda: module.weight,
         lambda: list(module.parameters()),
@@ -35,23 +48,42 @@ def test_all_ways_to_a_parameter_are_seen() -> None:
         lambda: copy.deepcopy(module),
         lambda: dict(module._parameters),
         lambda: {**module._parameters},
+        lambda: module._parameters | {},
         lambda: module._parameters.copy(),
         lambda: module.register_parameter("other", nn.Parameter(torch.zeros(2))) or module.other,
+        lambda: torch.func.functional_call(module, {"other": torch.ones(2)}, (torch.ones(2),)),
+        lambda: module._parameters.pop("bias"),
     )
     for way in ways:
-        asked.clear()
+        asked.times = 0
         way()
-        assert asked, CHANGED
-    asked.clear()
-    assert [*own_parameters(module)] == ["weight", "bias", "other"]
-    assert len(parameters_of(nn.Sequential(module, module))) == 3
-    assert not asked
+        assert asked.times, CHANGED
+    asked.times = 0
+    assert [*own_parameters(module)] == ["weight", "other"]
+    assert len(parameters_of(nn.Sequential(module, module))) == 2
+    assert not asked.times
     assert type(vars(copy.deepcopy(module))["_parameters"]) is dict
     assert type(vars(pickle.loads(pickle.dumps(copy.deepcopy(module))))["_parameters"]) is dict
-    unwatch_parameters(module)
-    asked.clear()
+    end_waiting(module, asked)
+    asked.times = 0
     assert module.weight is own_parameters(module)["weight"]
-    assert not asked
+    assert vars(module)["_parameters"] is own
+    assert [*own] == ["weight", "other"], "what was written meanwhile is lost"
+    assert not asked.times
+
+
+def test_a_module_waits_until_its_last_watcher_has_ended() -> None:
+    module, one, other = nn.Linear(2, 2), Asked(), Asked()
+    for each in (one, other, one):
+        wait_before_reading(module, each)
+    _ = module.weight
+    end_waiting(module, one)
+    module.bias = nn.Parameter(torch.ones(2))
+    _ = module.weight
+    assert (one.times, other.times) == (1, 3), CHANGED  # registration reads the name, too
+    end_waiting(module, other)
+    assert type(vars(module)["_parameters"]) is dict
+    assert module.bias.sum() == 2
 
 
 @pytest.mark.parametrize("module", [nn.Linear(3, 3), nn.GRU(3, 3)])
