@@ -20,7 +20,7 @@ from dos.parameters.registry import Registry
 from dos.planning.decide import Facts, host_limits
 from dos.planning.decisions import Decisions
 from dos.planning.policies import Policy
-from dos.sharding.ddp import gradients_travel
+from dos.sharding.ddp import reduced_parameters, several_ranks
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -180,7 +180,7 @@ class Backward:
             last = self._gradients_before or len(self._registry.watching)
             self.decisions.memory.sample(always=now.gradients == last)
         else:
-            now.backward, now.travels = self.device.mark(), gradients_travel()
+            now.backward, now.travels = self.device.mark(), several_ranks()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             self.decisions.memory.enter(Op.BACKWARD)
 
@@ -189,7 +189,9 @@ class Backward:
 
         DDP reduces gradients after the hooks, FSDP2 before them.
         """
-        return self.replays or (self.now.travels and not record.sharded)
+        if self.replays:
+            return True
+        return not record.sharded and (self.now.travels or id(record.parameter) in reduced_parameters())
 
     def is_final(self, record: ParameterRecord) -> bool:
         """Return whether the step will use the gradient that backward has just written, so that it may be sent."""

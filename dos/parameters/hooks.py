@@ -227,8 +227,9 @@ class Attachment:
     def _after_forward(self, model: nn.Module) -> None:
         # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
         # part in forward. Their last updates may be reading these.
-        if ddp.gradients_travel():
-            self.finish(self._own(model))
+        reduced = ddp.reduced_parameters()
+        if reduced:
+            self.finish([p for p in self._own(model) if id(p) in reduced])
 
     def _before_compiled(self, module: nn.Module) -> None:
         self._ran[module] = True

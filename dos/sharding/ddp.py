@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,20 +12,58 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from dos.torch_internals.live_objects import modules_of
 from dos.torch_internals.module_parameters import parameters_of
-from dos.torch_internals.patches import call_before_broadcasts
+from dos.torch_internals.patches import call_before_broadcasts, call_when_built
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """The hook of `DistributedDataParallel.register_comm_hook`: (state, bucket) -> a future of the reduced bucket."""
 
 
-def gradients_travel() -> bool:
-    """Return whether gradients may change after our hooks: DistributedDataParallel writes to them in its buckets.
+def several_ranks() -> bool:
+    """Return whether there are other ranks, with which user code may reduce gradients after our hooks.
 
-    With one rank, too: DDP zeroes its bucket where `grad` was set to None.
+    No version counts what collectives write. A single rank's are copies of what it has.
     """
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
+
+def reduced_parameters() -> frozenset[int]:
+    """Return the ids of the parameters of all models in DistributedDataParallel that exist.
+
+    It writes to their gradients after our hooks, in its buckets; with one rank, too, where `grad` was set to None.
+    """
+    return _bucketed
+
+
+_bucketed: frozenset[int] = frozenset()
+"""Replaced as a whole, because any thread may read it, and may collect a model."""
+_parameters_of: dict[int, frozenset[int]] = {}
+"""The ids of each model's parameters, which its reducer keeps alive, by a number of the model."""
+_numbers = itertools.count()
+
+
+def _follow(model: torch.nn.Module) -> None:
+    number = next(_numbers)
+    weakref.finalize(model, _forget, number).atexit = False
+    _parameters_of[number] = frozenset(map(id, parameters_of(model)))
+    _unite()
+
+
+def _forget(number: int) -> None:
+    _parameters_of.pop(number, None)
+    _unite()
+
+
+def _unite() -> None:
+    global _bucketed
+    _bucketed = frozenset().union(*_parameters_of.values())
+
+
+call_when_built(DistributedDataParallel, _follow)
+if torch.distributed.is_available() and torch.distributed.is_initialized():
+    collections.deque(map(_follow, modules_of(DistributedDataParallel)), 0)  # built before this was imported
 
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """The watchers of each model's buckets; weak, because DDP keeps its hook, which must keep no optimizer alive."""

@@ -2,7 +2,8 @@
 
 Clipping is a function of gradients, which calls no module and no optimizer. `zero_grad` of modules and of optimizers
 sets an attribute, which is None already where gradients are on the host. DistributedDataParallel broadcasts
-parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`.
+parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`. It tells nobody
+that it exists.
 """
 
 from __future__ import annotations
@@ -40,6 +41,17 @@ def replace_method(owner: type, name: str, ours: Callable[..., Any]) -> None:
         return ours(before, self, *args, **kwargs)
 
     setattr(owner, name, method)
+
+
+def call_when_built(kind: type, call: Callable[[Any], None]) -> None:
+    """Call `call` with each object of a class that is built, or unpickled, from now on."""
+
+    def build(before: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        call(self)
+
+    for name in ("__init__", "__setstate__"):
+        replace_method(kind, name, build)
 
 
 def call_before_broadcasts(call: Callable[[nn.Module], None]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dos import DOSAdam, EmulatedDevice
+from dos.sharding.ddp import reduced_parameters
 from perfmodel import Op, Placement
 from tests.support.devices import Copying, LateDevice
 from tests.support.processes import run_python
@@ -237,14 +241,85 @@ def test_state_comes_for_a_bucket_that_took_no_part_once_it_is_at_home() -> None
     assert_equal(*ends)
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_of_a_single_rank_leave_during_backward_unless_a_model_of_ddp_has_their_parameters() -> None:
+    inside, device = model(), Copying()
+    optimizer = DOSAdam(inside.parameters(), policy="cpu", subgroup_size=100, device=device)
+
+    def early(module: nn.Module) -> bool:
+        left: list[int] = []
+        for step in range(2):
+            device.asked.clear()
+            module(batch(step)).pow(2).mean().backward()
+            left = sorted({asked.subgroup for asked in device.asked if asked.op is Op.GRADIENT})
+            optimizer.step()
+            optimizer.zero_grad()
+        assert left in ([], list(range(len(optimizer.plan() or ()))))
+        return bool(left)
+
+    assert early(inside), "there is a process group, and no DDP"
+    other = DistributedDataParallel(model())
+    assert early(inside), "DDP has another model"
+    ddp = DistributedDataParallel(inside, init_sync=False)
+    assert not early(ddp)
+    assert not early(inside)
+    again = DistributedDataParallel(inside)
+    del ddp
+    gc.collect()
+    assert not early(again)
+    del again, other
+    gc.collect()
+    assert early(inside), "DDP is gone"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_copies_of_ddp_are_known() -> None:
+    ddp = copy.deepcopy(DistributedDataParallel(nn.Linear(2, 2)))
+    gc.collect()
+    assert reduced_parameters() >= {*map(id, ddp.parameters())}
+    del ddp
+    gc.collect()
+    assert not reduced_parameters()
+
+
+@on_pair
+def test_gradients_that_user_code_reduces_after_backward_are_used() -> None:
+    ends = []
+    for optimizer_of in (adamw, lambda p: dos_adam(p, policy="cpu", device=LateDevice(lambda op: 0))):
+        inside = model()
+        optimizer = optimizer_of(inside.parameters())
+        for step in range(3):
+            inside(batch(step) + dist.get_rank()).pow(2).mean().backward()
+            for parameter in inside.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        if isinstance(optimizer, DOSAdam):
+            optimizer.synchronize()
+        ends.append(values(inside))
+    assert_close(*ends)
+
+
 ALONE = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+before = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+from dos.sharding.ddp import reduced_parameters
 from perfmodel import Op
 from tests.support.devices import LateDevice
 from tests.support.sharded import assert_equal, batch, dos_adam, model, values
 
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert reduced_parameters() == {*map(id, before.parameters())}, "it is older than the package"
 ends = []
 for view in (False, True):
     ddp = DistributedDataParallel(model(), gradient_as_bucket_view=view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dos.torch_internals.patches import call_before_broadcasts, replace_clipping, replace_method
+from dos.torch_internals.patches import call_before_broadcasts, call_when_built, replace_clipping, replace_method
 from tests.support.ranks import on_pair
 
 CHANGED = "torch has changed what dos/torch_internals/patches.py relies on"
@@ -70,6 +71,26 @@ def test_the_public_name_is_that_of_the_function_which_is_replaced() -> None:
     assert torch.nn.utils.clip_grads_with_norm_ is clip_grad._clip_grads_with_norm_, CHANGED
     assert torch.nn.utils.clip_grad_norm_ is clip_grad.clip_grad_norm_, CHANGED
     assert torch.nn.utils.clip_grad_value_ is clip_grad.clip_grad_value_, CHANGED
+
+
+def test_objects_are_known_once_they_are_built_or_unpickled() -> None:
+    class Base:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __setstate__(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    class Derived(Base):
+        pass
+
+    log = []
+    call_when_built(Base, lambda built: log.append((type(built), built.value)))
+    copy.deepcopy(Derived(1))
+    assert Base(value=2).value == 2
+    assert log == [(Derived, 1), (Derived, 1), (Base, 2)]
+    for name in ("__init__", "__setstate__"):
+        assert name in vars(DistributedDataParallel), CHANGED
 
 
 @on_pair
