@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Op
+from tests.support.devices import LateDevice
 from tests.support.training import FAST, mlp
 
 pytestmark = [
@@ -103,6 +104,8 @@ def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], **given: Any) -
     lightning = pytest.importorskip("pytorch_lightning")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     kind, settings = choice
+    attach = settings.get("attach", False)
+    settings = {name: value for name, value in settings.items() if name != "attach"}
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -110,7 +113,10 @@ def by_lightning(choice: tuple[type[Optimizer], dict[str, Any]], **given: Any) -
             self.net = mlp()
 
         def configure_optimizers(self) -> Optimizer:
-            return kind(self.parameters(), **settings)  # type: ignore[call-arg]
+            optimizer: Any = kind(self.parameters(), **settings)  # type: ignore[call-arg]
+            if attach:
+                optimizer.attach(self)
+            return optimizer  # type: ignore[no-any-return]
 
         def training_step(self, batch: Tensor) -> Tensor:
             return self.net(batch).square().mean()
@@ -149,6 +155,22 @@ def test_lightning(settings: dict[str, Any], given: dict[str, Any]) -> None:
     torch.testing.assert_close(
         by_lightning((DOSAdam, settings), **given), by_lightning(ADAMW, **given), rtol=1e-4, atol=1e-6
     )
+
+
+def averages(choice: tuple[type[Optimizer], dict[str, Any]]) -> list[Tensor]:
+    """Lightning's average of the weights, of which it reads all right after each step."""
+    callbacks = pytest.importorskip("pytorch_lightning.callbacks")
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no EMAWeightAveraging")
+    average = callbacks.EMAWeightAveraging(decay=0.5)
+    by_lightning(choice, callbacks=[average])
+    return list(average._average_model.parameters())
+
+
+def test_lightning_averages_weights_whose_updates_run_on() -> None:
+    device = LateDevice(lambda op: 0.01)
+    settings = STAYS | {"device": device, "attach": True}
+    torch.testing.assert_close(averages((DOSAdam, settings)), averages(ADAMW), rtol=1e-4, atol=1e-6)
 
 
 def test_lightning_is_told_what_does_not_work() -> None:
