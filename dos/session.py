@@ -523,11 +523,13 @@ class Session:
 
     # Backward.
 
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Count or send a gradient. A hook calls this, on any thread, when backward has written ``parameter.grad``."""
+    def gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
+        """Count or send a gradient. A hook calls this, on any thread, when backward has written ``leaf.grad``.
+
+        leaf: the parameter, or its copy where weights stream.
+        """
         on_device = self.on_device
         if on_device is not None:
-            leaf = self.registry.leaf(parameter)
             if on_device.activations.in_use and leaf.grad is not None:
                 on_device.device.count(local(leaf.grad))
             if on_device.device.capturing():
@@ -541,7 +543,7 @@ class Session:
                 return
             if on_device.stays(parameter):
                 return
-        self._gradient_ready(parameter)
+        self._gradient_ready(parameter, leaf)
 
     def gradient_left(self, parameter: Tensor) -> None:
         """Note that this gradient stays in `p.grad` until the step, because hooks of user code read it there."""
@@ -550,8 +552,8 @@ class Session:
             self.registry.offloaded.left.add(record)
 
     @entry(*ANY)
-    def _gradient_ready(self, parameter: Tensor) -> None:
-        if self.registry.offloaded.enabled:
+    def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
+        if self.registry.offloaded.enabled and leaf is self.registry.leaf(parameter):
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
         # Gradients are copied to memory from which the host may still update for the last step.
         self._end_last_step()
@@ -574,10 +576,13 @@ class Session:
                 offloaded.left.add(record)
             elif not offloaded.enabled:
                 on_device.send(record)
-            else:
+            elif leaf.grad is not None:
+                # Not what another thread of autograd may be writing to the parameter itself; its own hook comes next.
+                joins = parameter is not leaf and parameter.grad is not None and record not in offloaded.records
                 with torch.no_grad():
-                    for leaf in _leaves(record, beside=record in offloaded.records):
-                        self._take(record, leaf, in_backward=True)
+                    self._take(record, leaf, in_backward=True)
+                if joins:  # set by user code before any backward, which adds to it
+                    offloaded.left.add(record)
         except BaseException:
             # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
             on_device.cancel_all()
@@ -646,7 +651,7 @@ class Session:
         offloaded = self.registry.offloaded
         if not offloaded.enabled or self.on_device is None:
             return
-        found = [(r, leaf) for r, _ in active if r.arena.accelerated for leaf in _leaves(r, beside=False)]
+        found = [(r, leaf) for r, _ in active if r.arena.accelerated for leaf in _leaves(r)]
         for record, _ in found:
             if record in offloaded.records and record not in offloaded.left:
                 raise RuntimeError(
@@ -879,13 +884,7 @@ class Session:
         self.reconciler.seen = True
 
 
-def _leaves(record: ParameterRecord, *, beside: bool) -> list[Tensor]:
-    """Return the tensors that have a gradient of the parameter: itself, and its copy where weights stream.
-
-    beside: whether a gradient of the parameter is on the host. Then one that is still in `p.grad` beside a copy's was
-    set by user code, and the step refuses it.
-    """
-    leaf, parameter = record.leaf, record.parameter
-    alone = leaf is parameter or (beside and leaf.grad is not None)
-    found = [leaf] if alone else [parameter, leaf]
+def _leaves(record: ParameterRecord) -> list[Tensor]:
+    """Return the tensors that have a gradient of the parameter: itself, and its copy where weights stream."""
+    found = [record.leaf] if record.leaf is record.parameter else [record.parameter, record.leaf]
     return [each for each in found if each.grad is not None]

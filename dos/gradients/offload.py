@@ -142,6 +142,8 @@ class OffloadedGradients:
         flat = record.flat_gradient(gradient)
         at_home = arena.streams and leaf is not record.leaf
         thread = threading.get_ident() if in_backward and not record.sharded else None
+        if leaf is not record.leaf:  # written by another thread where it is on another device
+            thread = None if before is None else before.thread
         if before is None:
             values = arena.gradient[record.offset : record.offset + record.numel]
             if at_home:

@@ -58,7 +58,10 @@ class Watching:
     """The hooks on the gradients of one optimizer's parameters, until the `watcher` is collected."""
 
     def __init__(self, watcher: Any, *, takes: bool) -> None:
-        """watcher: its `gradient_ready` is called with the parameter. takes: whether that sets `grad` to None."""
+        """watcher: its `gradient_ready` is called with the parameter and the tensor to whose `grad` backward wrote.
+
+        takes: whether that sets `grad` to None.
+        """
         self._watcher = weakref.ref(watcher)  # parameters must not keep their optimizer alive
         self._takes = takes
         self._watched: dict[Tensor, _Hook] = {}
@@ -116,7 +119,7 @@ class Watching:
             if takes and hooks_of_others(written):
                 alive.gradient_left(parameter)
             else:
-                alive.gradient_ready(parameter)
+                alive.gradient_ready(parameter, written)
 
         return leaf.register_post_accumulate_grad_hook(report)
 

@@ -102,6 +102,25 @@ def steps(model: Waves, optimizer: DOSAdam, count: int = 4, micro_batches: int =
     return []
 
 
+def edited(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+    """With gradients that user code sets, of weights that the loss uses beside their block, with hooks and edits."""
+    for parameter in list(model.parameters())[::3]:
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_hook(lambda gradient: gradient.sign())
+    for step in range(3):
+        model(batch(step)).backward()
+        sum(1e-2 * p.float().square().sum().to(DEVICE) for p in model.parameters()).backward()
+        optimizer.edit_gradients(lambda _, gradient: gradient.clamp_(-1e-3, 1e-3))
+        optimizer.step()
+        (optimizer if step else model).zero_grad()
+    return []
+
+
+@pytest.mark.parametrize("weights", [0, 3])
+def test_gradients_that_user_code_sets_and_edits(weights: int) -> None:
+    assert trained(edited, weights) == trained(edited, None)
+
+
 def in_micro_batches(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
     return steps(model, optimizer, micro_batches=3)
 
