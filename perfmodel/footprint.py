@@ -15,10 +15,11 @@ class HostBytes:
     a copy of one parameter at a time while the first step reads it, the rounding of each tensor to pages of 4 KiB where
     memory is pinned, and at most 256 MiB through which offloaded gradients of further micro-batches pass.
 
-    master: the parameters at the precision in which they are updated; if those are split, the lower halves.
+    master: the masters of 16-bit parameters; if those are split, the lower halves.
     moments: the rest of the state.
     gradient_staging: gradients from the accelerator.
-    parameter_staging: new parameters on their way to it; if masters are split, their upper halves.
+    parameter_staging: new parameters on their way to it, from which the next update reads them where they are
+        masters, or halves of them.
     """
 
     master: int
@@ -37,7 +38,7 @@ class HostBytes:
             master=int(numel * master_bytes),
             moments=int(numel * (state.state_bytes - master_bytes)),
             gradient_staging=numel * state.value_bytes if accelerated else 0,
-            parameter_staging=numel * state.value_bytes if accelerated and state.stages_parameters else 0,
+            parameter_staging=numel * state.value_bytes if accelerated else 0,
         )
 
     @property

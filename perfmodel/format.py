@@ -1,8 +1,9 @@
 """Formats of optimizer state: fields, their types, and the bytes that follow from them.
 
-There are three formats. `float32`: the master weights and AdamW's moments at full precision. `split`,
-for bfloat16 parameters: the same values in fewer bytes, for the parameter is the upper half of its
-master. `int8`: the moments in 8 bits each, which are other values, with masters as in the first two.
+There are three formats. `float32`: AdamW's moments at full precision, and float32 masters of 16-bit
+parameters. `split`, for bfloat16 parameters: the same values in fewer bytes, for the parameter is the
+upper half of its master. `int8`: the moments in 8 bits each, which are other values, with masters as in
+the first two. A parameter in float32 is its own master in each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BLOCK = 128
 """Elements that share a scale where moments are in codes."""
 
 MASTER = "master"
-"""The field that holds the parameters as they are updated: in float32, or in their own type."""
+"""The field that holds the parameters as they are updated, where that is in another type than their own."""
 REST = "rest"
 """The field that holds the lower halves of split masters."""
 MASTER_KEY, REST_KEY = "master_param", "master_rest"
@@ -79,28 +80,13 @@ class Format:
 
     @property
     def master(self) -> Field | None:
-        """The field of the masters; None where updates go straight to the parameters."""
+        """The field of the masters; None where updates read and write the parameters."""
         return next((field for field in self.fields if field.name == MASTER), None)
 
     @property
-    def rounds(self) -> bool:
-        """Whether an update rounds the new master to a parameter, which is a result of its own."""
-        return self.master is not None and self.master.type != self.values
-
-    @property
-    def splits(self) -> bool:
-        """Whether parameters are the upper halves of their masters, so that an update reads them, too."""
-        return any(field.name == REST for field in self.fields)
-
-    @property
     def has_masters(self) -> bool:
-        """Whether updates do not go straight to the parameters, so that masters have to follow those."""
-        return self.master is not None or self.splits
-
-    @property
-    def stages_parameters(self) -> bool:
-        """Whether an update on the host leaves new parameters beside the state."""
-        return self.rounds or self.splits
+        """Whether state has masters or parts of them, which have to follow the parameters."""
+        return not self.names.isdisjoint((MASTER, REST))
 
     @property
     def block(self) -> int:
@@ -118,37 +104,33 @@ class Format:
         return BYTES[self.values]
 
     @property
-    def upper_bytes(self) -> int:
-        """Bytes of the parameter, where an update reads it as half of the master.
+    def read_bytes(self) -> int:
+        """Bytes of the parameter, where an update reads it because it is its master, or half of that.
 
         From the device, where the host updates after an update there.
         """
-        return self.value_bytes if self.splits else 0
+        return 0 if self.master else self.value_bytes
 
     @property
     def held_bytes(self) -> float:
-        """Bytes that an update needs in memory: state, gradient and, if a result of its own, the parameter."""
-        return self.state_bytes + self.value_bytes * (1 + self.stages_parameters)
+        """Bytes that an update needs in host memory: state, gradient and parameter."""
+        return self.state_bytes + 2 * self.value_bytes
 
     @property
     def update_traffic(self) -> float:
         """Host memory traffic of an update there."""
-        return update_traffic(1, self.value_bytes, self.value_bytes, self.state_bytes, self.upper_bytes)
+        return update_traffic(self.value_bytes, self.value_bytes, self.state_bytes, self.read_bytes)
 
 
-def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False, accelerated: bool = True) -> Format:
-    """Master and moments in float32.
+def float32(values: str, *, master_weights: bool = True, amsgrad: bool = False) -> Format:
+    """Moments in float32, and the masters of 16-bit parameters.
 
     values: type of the parameters.
-    master_weights: whether 16-bit parameters have a float32 master.
-    accelerated: whether the parameters are on the accelerator. Those on the host need no master of
-        their own type.
+    master_weights: whether 16-bit parameters have a float32 master. All others are updated themselves.
     """
-    master = "float32" if master_weights else values
-    rounds = master != values
     fields = [Field(name, "float32", name) for name in ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad)]
-    if accelerated or rounds:
-        fields.append(Field(MASTER, master, MASTER_KEY if rounds else None))
+    if master_weights and values != "float32":
+        fields.append(Field(MASTER, "float32", MASTER_KEY))
     return Format("float32", values, tuple(fields))
 
 
@@ -157,7 +139,7 @@ def split(*, amsgrad: bool = False) -> Format:
 
     The bits of a master are its parameter's followed by 16 zeros, plus the rest as a signed number.
     """
-    moments = float32("bfloat16", master_weights=False, amsgrad=amsgrad, accelerated=False).fields
+    moments = float32("bfloat16", master_weights=False, amsgrad=amsgrad).fields
     return Format("split", "bfloat16", (*moments, Field(REST, "int16", REST_KEY)))
 
 
@@ -181,7 +163,6 @@ def format_of(
     state_format: str | None = None,
     master_weights: bool = True,
     amsgrad: bool = False,
-    accelerated: bool = True,
 ) -> Format:
     """The format in which DOSAdam keeps the state of parameters of one type.
 
@@ -190,7 +171,7 @@ def format_of(
     if values == "bfloat16" and master_weights and state_format != "float32":
         exact = split(amsgrad=amsgrad)
     else:
-        exact = float32(values, master_weights=master_weights, amsgrad=amsgrad, accelerated=accelerated)
+        exact = float32(values, master_weights=master_weights, amsgrad=amsgrad)
     return int8(exact) if state_format == INT8 else exact
 
 
@@ -207,18 +188,13 @@ STATE_KEYS = (
     *(key for keys in CODED_KEYS.values() for key in keys),
 )
 """All names that state tensors may have in a state dict."""
-NEEDED_KEYS = tuple(field.key for field in float32("float32", accelerated=False).fields if field.key)
+NEEDED_KEYS = tuple(field.key for field in float32("float32").fields if field.key)
 """Names without which a state is not AdamW's."""
 
 
-def update_traffic(
-    numel: int, gradient_bytes: int, parameter_bytes: int, state_bytes: float, upper_bytes: int = 0
-) -> float:
-    """Host memory traffic of an update of `numel` parameters, from the bytes of each part.
+def update_traffic(gradient_bytes: int, parameter_bytes: int, state_bytes: float, read_bytes: int = 0) -> float:
+    """Host memory traffic of an update, from the bytes of each part.
 
-    State is read and written, the gradient read, the result written, and upper halves of masters
-    read. A parameter as wide as a float32 master is the master itself, so there is no other result
-    to write.
+    State is read and written, the gradient read, the parameter written, and read where it is its master or half of it.
     """
-    result = parameter_bytes if parameter_bytes < BYTES["float32"] * numel else 0
-    return 2 * state_bytes + gradient_bytes + result + upper_bytes
+    return 2 * state_bytes + gradient_bytes + parameter_bytes + read_bytes

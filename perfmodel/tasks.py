@@ -74,8 +74,8 @@ class SubgroupState(NamedTuple):
         needed, for it has all left.
     departed: the transfers under way that bring gradients to the host, by their places among those.
     fetched: the one under way that brings the state, to a slot or to stay.
-    stale_bytes: of parameters that are half of their masters, where the host has not the newest: it
-        needs them to update them.
+    stale_bytes: of parameters that are their masters, or halves of them, where the host has not the
+        newest: it needs them to update them.
     window: in which the state is, if it belongs on disk; `state` is the host then.
     streams: whether its weights are on the host. An update there needs no copy of them, and one on the device brings
         them up and home again. Its gradients are offloaded.

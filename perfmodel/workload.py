@@ -21,7 +21,7 @@ class SubgroupLoad:
     gradient_bytes: device to host, when updated on the CPU.
     parameter_bytes: host to device, when updated on the CPU.
     state_bytes: each way when streamed (master weights and moments); held on the device when resident.
-    upper_bytes: of parameters that an update reads because they are half of their masters; device to
+    read_bytes: of parameters that an update reads because they are their masters, or halves of them; device to
         host when updated on the CPU after an update on the device.
     returned_bytes: of gradients that have left for the host in any case, and come up again for updates on the device.
     host_bytes: host memory that it takes where its state rests there: with gradients and parameters on their way.
@@ -33,7 +33,7 @@ class SubgroupLoad:
     gradient_bytes: int
     parameter_bytes: int
     state_bytes: int
-    upper_bytes: int = 0
+    read_bytes: int = 0
     returned_bytes: int = 0
     host_bytes: int = 0
     format: str = field(default=MIXED.name, kw_only=True)
@@ -47,15 +47,15 @@ class SubgroupLoad:
     @classmethod
     def of(cls, numel: int, state: Format, *, on_cpu: bool = True) -> SubgroupLoad:
         """A subgroup of `numel` parameters whose state is kept in one format."""
-        each = state.value_bytes, state.value_bytes, state.state_bytes, state.upper_bytes
+        each = state.value_bytes, state.value_bytes, state.state_bytes, state.read_bytes
         sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
         return cls(numel, *sizes, format=state.name, on_cpu=on_cpu)
 
     @property
     def cpu_traffic(self) -> int:
         """Bytes of host DRAM traffic of an update on the CPU."""
-        each = self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.upper_bytes
-        return int(update_traffic(self.numel, *each))
+        each = self.gradient_bytes, self.parameter_bytes, self.state_bytes, self.read_bytes
+        return int(update_traffic(*each))
 
 
 SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name not in ("format", "on_cpu"))

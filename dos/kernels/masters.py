@@ -21,10 +21,7 @@ _memory = threading.local()
 
 def follow(master: Tensor, parameter: Tensor) -> None:
     """Set `master` to the values of a parameter that was written to; 1-D, of one length, on one device."""
-    if master.dtype == parameter.dtype:
-        master.copy_(parameter)
-    else:
-        _write(_followed, master, parameter)
+    _write(_followed, master, parameter)
 
 
 def correct_rest(rest: Tensor, parameter: Tensor) -> None:

@@ -7,7 +7,6 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -69,17 +68,13 @@ class Allocation:
     def _format(self, parameter: Tensor, group: Group) -> Format:
         """Return the format of the parameter's state."""
         rule = self._options.rule
-        # An update on the host writes to the home of weights that stream: they need no master of their type.
-        accelerated = self._devices.holds(parameter) and id(parameter) not in self._devices.streamed
-        return rule.format(parameter, accelerated=accelerated, extra=rule.extra(group))
+        return rule.format(parameter, extra=rule.extra(group))
 
     def host_bytes(self, parameter: Tensor, group: Group) -> int:
         """Return the most host memory that the state of a parameter takes, in bytes."""
         numel, accelerated = local(parameter).numel(), self._devices.holds(parameter)
         state = self._format(parameter, group)
         most = HostBytes.of(numel, state, accelerated=accelerated)
-        if id(parameter) in self._devices.streamed:
-            most = replace(most, parameter_staging=numel * state.value_bytes)
         if not (accelerated and self._lasting):
             return most.total
         gradients = numel * parameter.dtype.itemsize if self._options.offload_gradients else 0

@@ -113,14 +113,13 @@ class AdamW:
     def extra(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return _WITH_MAX if group["amsgrad"] else _PLAIN
 
-    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
+    def format(self, parameter: Tensor, *, extra: Collection[str]) -> Format:
         coded = self.state_format == INT8 and can_be_coded(parameter)
         return _known_format(
             str(parameter.dtype).removeprefix("torch."),
             state_format=INT8 if coded else None if self.state_format == INT8 else self.state_format,
             master_weights=self.master_weights,
             amsgrad=MAX_KEY in extra,
-            accelerated=accelerated,
         )
 
     def problem(

@@ -73,10 +73,10 @@ class Rule(Protocol):
         Other settings may change between steps.
         """
 
-    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
+    def format(self, parameter: Tensor, *, extra: Collection[str]) -> Format:
         """Return the format of a parameter's state, from which the work of each lane follows.
 
-        accelerated: whether the parameter is on the accelerator. extra: names of additional fields.
+        extra: names of additional fields.
         """
 
     def problem(

@@ -32,7 +32,7 @@ class State:
 
     @property
     def master(self) -> Tensor | None:
-        """The masters of the parameters; None where the update writes to the parameters themselves."""
+        """The masters of the parameters; None where the update reads and writes the parameters themselves."""
         return self.fields.get(MASTER)
 
     @property
@@ -92,9 +92,9 @@ class Arena:
     rule: updates them. format: the fields of the state.
     tier: the tier of the state's home; state whose home is the device never leaves it.
     gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
-    parameter: staging for new parameters to the accelerator; None where the master has their dtype already.
-        Where masters are split it has the upper halves of the subgroups that the host updates.
-    weights: whether `parameter` is the home of the parameters themselves, which then need no master of their type.
+    parameter: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
+        master, or half of it, the next update on the host reads it here.
+    weights: whether `parameter` is the home of the parameters themselves.
     streams: whether they are at home now, and on the device only while their block computes. reading: the last copy of
         them to the device.
 
@@ -130,7 +130,7 @@ class Arena:
         self._staging: dict[str, HostTensor] = {}
         if device is not None:
             self._stage("gradient", self.dtype)
-            if weights or (self.format.stages_parameters and tier is Tier.HOST):
+            if weights or tier is Tier.HOST:
                 self._stage("parameter", self.dtype)
         self._slices: dict[tuple[int, int], State] = {}
 
@@ -169,7 +169,12 @@ class Arena:
     @property
     def reads_parameters(self) -> bool:
         """Whether an update on the host reads the parameters, and not a master alone."""
-        return self.format.splits or (self.weights and self.format.master is None)
+        return self.format.master is None
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether an update may read a copy of a parameter, or a master, which a write by user code does not reach."""
+        return self.format.has_masters or (self.accelerated and self.tier is Tier.HOST and not self.streams)
 
     def staging(self) -> list[HostTensor]:
         """Return the host memory of `gradient` and `parameter`."""

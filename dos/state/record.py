@@ -152,7 +152,7 @@ class ParameterRecord:
         p = self.local
         if self.wrapped:
             self.rewritten = False
-            self.bits = None if not self.arena.format.has_masters else fingerprint(p)
+            self.bits = fingerprint(p) if self.arena.keeps_copies else None
         self.version = version(self.parameter) if self.wrapped else version_counter(p)
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
 

@@ -58,7 +58,8 @@ class Subgroup:
     start, stop: within the arena.
     batches: batches of its updates by placement, with the addresses to which each has followed; cleared when the memory
         of a parameter is replaced.
-    newest: the pieces whose newest parameters are staged on the host, where the host updates split masters with them.
+    newest: the pieces whose newest parameters are staged on the host, where the host updates them as masters, or halves
+        of masters.
     """
 
     arena: Arena
@@ -94,7 +95,7 @@ class Subgroup:
 
     @property
     def parameter(self) -> Tensor | None:
-        """The host staging of its new parameters; None where the master itself is sent."""
+        """The host staging of its new parameters; None where the host updates none."""
         return None if self.arena.parameter is None else self.arena.parameter[self.start : self.stop]
 
     @property

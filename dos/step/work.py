@@ -156,10 +156,7 @@ class SubgroupUpdate:
         """Return the copies of the new parameters to the device; none where their home is the host."""
         if self.subgroup.arena.streams:
             return []
-        parameter = self.on_host.parameter
-        staged = self.on_host.state.master if parameter is None else parameter
-        assert staged is not None, "accelerated parameters have a master"
-        return [(_of_parameter(p), staged[p.run]) for p, _ in self.items]
+        return [(_of_parameter(p), self._staged(p)) for p, _ in self.items]
 
     def prepare(self, state: State, gradient_buffer: Tensor | None = None) -> Batch:
         """Return the update of `state` and of the parameters on the same device, whose masters must `follow` first.
@@ -173,14 +170,11 @@ class SubgroupUpdate:
             self._point(batch, gradient_buffer.data_ptr(), self._element_bytes)
         return batch
 
-    def finish(self, state: State) -> None:
+    def finish(self) -> None:
         """Finish an update on the device of the parameters."""
         # The parameters that are staged on the host are older now: an update there would join rests with them.
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
-        if state.master is not None and state.master.dtype != torch.float32:
-            for piece, _ in self.items:
-                self._parameter(piece).copy_(state.master[piece.run])
 
     def prepare_on_host(self) -> Callable[[], None]:
         """Prepare the update of the host state from staged or offloaded gradients, which must have arrived.
@@ -242,16 +236,14 @@ class SubgroupUpdate:
         """
         if self.subgroup.arena.streams:
             return []
-        master, staged = self.on_host.state.master, self.on_host.parameter
-        place = master if staged is None else staged
-        pieces = [] if master is None else self.written_pieces
-        return [] if place is None else [(place[p.run], _of_parameter(p)) for p in pieces]
+        pieces = [] if self.on_host.state.master is None else self.written_pieces
+        return [(self._staged(p), _of_parameter(p)) for p in pieces]
 
     def follow_on_host(self) -> None:
         """Let masters on the host follow the parameters of `download_written`."""
-        master, staged = self.on_host.state.master, self.on_host.parameter
-        if master is not None and staged is not None:
-            self._follow(master, lambda piece: staged[piece.run])
+        master = self.on_host.state.master
+        if master is not None:
+            self._follow(master, self._staged)
 
     def _point(self, batch: Batch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
         """Set the gradient and the settings of each run of the batch.
@@ -289,15 +281,8 @@ class SubgroupUpdate:
         """Return the tensors of the update of a piece."""
         fields = state.cut(piece.start, piece.stop)
         master, shaped = fields.pop(MASTER, None), piece.record.shaped
-        if at_home:
-            if master is None:
-                return Run(self._staged(piece), fields, None, shaped)
-            staged = self.on_host.parameter
-            return Run(master, fields, None if staged is None else staged[piece.run], shaped)
-        parameter = self._parameter(piece)
-        if master is None:
-            return Run(parameter, fields, None, shaped)
-        return Run(master, fields, parameter if master.dtype == torch.float32 else None, shaped)
+        parameter = self._staged(piece) if at_home else self._parameter(piece)
+        return Run(parameter, fields, None, shaped) if master is None else Run(master, fields, parameter, shaped)
 
     def _staged(self, piece: Piece) -> Tensor:
         """Return the piece's parameters on the host."""
@@ -343,7 +328,7 @@ def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
             each.update.follow(each.state)
         update_together()
         for each in updates:
-            each.update.finish(each.state)
+            each.update.finish()
 
     return apply
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perfmodel.footprint import HostBytes
-from perfmodel.format import format_of
-from perfmodel.planner.question import VALUES, Question
+from perfmodel.planner.question import Question
 from perfmodel.windows import WINDOWS
 from perfmodel.workload import WEIGHT_WINDOW, SavedTensors
 
@@ -23,8 +22,7 @@ def host_bytes(question: Question, numel: int) -> HostBytes:
     Offloaded gradients, and weights that may stream, count for all parameters, wherever their state is.
     """
     accelerated = not (question.offload_parameters or question.streams)
-    kept = format_of(VALUES[question.dtype], state_format=question.state_format, accelerated=accelerated)
-    found = HostBytes.of(numel, kept, accelerated=accelerated)
+    found = HostBytes.of(numel, question.format, accelerated=accelerated)
     whole = question.state_numel * question.value_bytes
     if question.offload_gradients:
         found = dataclasses.replace(found, gradient_staging=whole)

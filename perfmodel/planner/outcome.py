@@ -88,7 +88,7 @@ def outcomes(situation: Situation) -> list[Outcome]:
     if situation.question.offload_parameters:
         return [adapted]
     # AdamW alone has float32 masters of 16-bit parameters.
-    whole = work.numel * float32(situation.question.format.values, accelerated=False).state_bytes
+    whole = work.numel * float32(situation.question.format.values).state_bytes
     everything, window = resident(work), work.weight_bytes(())
     whole += work.weight_bytes(everything.blocks_on_device) - window
     fits = int(whole) <= situation.room and len(everything.blocks_on_device) == len(work.blocks)

@@ -242,8 +242,8 @@ class Question:
 
     @property
     def format(self) -> Format:
-        """Format in which DOSAdam keeps the state. The homes of weights that stream are masters of their own type."""
-        return format_of(VALUES[self.dtype], state_format=self.state_format, accelerated=not self.streams)
+        """Format in which DOSAdam keeps the state."""
+        return format_of(VALUES[self.dtype], state_format=self.state_format)
 
     @property
     def streams(self) -> bool:

@@ -20,7 +20,7 @@ from tests.support.training import bits, bits_on_host, mlp, train
 pytestmark = pytest.mark.usefixtures("one_core")
 
 TOTAL = 120 << 30
-STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STATE_BYTES = 8 * sum(p.numel() for p in mlp().parameters())
 
 
 @pytest.fixture

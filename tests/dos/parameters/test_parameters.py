@@ -38,7 +38,7 @@ MAKERS = {
 def test_large_subgroups_begin_where_loads_are_wide(size: int, cut: int) -> None:
     parameters = [torch.zeros(numel) for numel in (1_500_032, 1_280, 710_000)]
     rule = AdamW()
-    state = rule.format(parameters[0], accelerated=True, extra=())
+    state = rule.format(parameters[0], extra=())
     arena = Arena(parameters, EmulatedDevice(FAST, 10**9), rule, state)
     subgroups = split(arena, make_records(parameters, arena), size)
     assert [s.numel for s in subgroups] == [cut, cut, arena.numel - 2 * cut][: len(subgroups)]

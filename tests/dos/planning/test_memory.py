@@ -22,7 +22,7 @@ from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STATE_BYTES = 8 * sum(p.numel() for p in mlp().parameters())
 STEPS = 12
 
 
@@ -91,7 +91,7 @@ def test_no_more_is_held_than_the_budget_while_state_moves_beside_the_forward(
     """State that moves home takes its memory until the step ends, in which the next forward runs."""
     model, size, others = mlp(), 128, itertools.cycle([False, True, True, False, False])
     total, fits = -(-sum(p.numel() for p in model.parameters()) // size), 6
-    budget = fits * 12 * size
+    budget = fits * 8 * size
 
     def alternating(policy: AdaptivePolicy, workload: Workload) -> Plan:
         stay = range(total - 4, total) if next(others) else range(4)
@@ -154,7 +154,7 @@ def test_a_figure_that_is_too_high_makes_no_state_travel() -> None:
         flushes += sum(span.op is Op.FLUSH for span in optimizer.timeline().spans)
     assert 3 <= sum(denied) <= 6
     assert flushes == 0
-    assert device.usage().held == 5 * 12 * 128
+    assert device.usage().held == 5 * 8 * 128
     assert bits(model.parameters()) == bits_on_host(steps=60)
 
 
@@ -173,7 +173,7 @@ def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int
     )
     train(model, optimizer, 1)
     resident = len(optimizer.plan().served(Placement.GPU_RESIDENT))
-    assert resident == min(11, int(capacity * (1 - MARGIN) - 4 * 128) // (12 * 128))
+    assert resident == min(11, int(capacity * (1 - MARGIN) - 4 * 128) // (8 * 128))
     for step in range(1, STEPS):
         train(model, optimizer, 1, first_step=step)
         moved = [span.subgroup for span in optimizer.timeline().spans if span.op is Op.PREFETCH]

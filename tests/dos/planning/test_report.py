@@ -28,7 +28,7 @@ from tests.support.training import SLOW, bits, mlp, profile, train
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
 CAPACITY = 10**6
-STATE = 12 * sum(p.numel() for p in mlp().parameters())
+STATE = 8 * sum(p.numel() for p in mlp().parameters())
 
 
 def slow(**options: object) -> tuple[torch.nn.Module, DOSAdam, EmulatedDevice]:
@@ -54,7 +54,7 @@ def test_explain_says_all_and_metrics_are_plain_numbers_that_add_up() -> None:
     for expected in ("Plan:", "gpu_resident", "Memory:", "the device itself", "Measured:", "Predicted:", "Bound:"):
         assert expected in text
     assert "is the bottleneck" in text
-    assert "Formats: 100.0% float32; 12 bytes of state per parameter" in text
+    assert "Formats: 100.0% float32; 8 bytes of state per parameter" in text
     assert all(type(value) is float and math.isfinite(value) for value in metrics.values())
     shares = [metrics[f"share_{placement}"] for placement in ("cpu", "gpu_streamed", "gpu_resident")]
     assert sum(shares) == pytest.approx(1.0)
@@ -195,7 +195,7 @@ def test_explain_says_why_memory_is_not_used_for_state() -> None:
     assert re.search(
         r"Not used for state: 0.9\d MiB by memory_budget=, .* KiB because 1.25 subgroups must be free", text
     )
-    assert "Not used for state: 15.94 KiB because this policy does not use it" in said(policy="cpu")
+    assert "Not used for state: 10.62 KiB because this policy does not use it" in said(policy="cpu")
     assert "Not used" not in said()
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=2 * STATE, occupied=int(1.5 * STATE), neighbour=STATE // 10)
@@ -205,16 +205,16 @@ def test_explain_says_why_memory_is_not_used_for_state() -> None:
 
 
 def test_a_subgroup_larger_than_what_is_free_is_said_with_both_sizes_and_the_remedy() -> None:
-    text = said(memory_budget=3000)
+    text = said(memory_budget=2000)
     assert (
-        "a subgroup of 300 parameters takes 3.52 KiB and 2.93 KiB may be used; choose subgroup_size=200 or less" in text
+        "a subgroup of 300 parameters takes 2.34 KiB and 1.95 KiB may be used; choose subgroup_size=200 or less" in text
     )
     model = mlp()
     device = EmulatedDevice(SLOW, capacity=CAPACITY)
-    smaller = DOSAdam(model.parameters(), policy=0.0, subgroup_size=200, device=device, memory_budget=3000)
+    smaller = DOSAdam(model.parameters(), policy=0.0, subgroup_size=200, device=device, memory_budget=2000)
     train(model, smaller, 3)
     assert smaller.metrics()["share_gpu_resident"] > 0, "the remedy helps"
-    assert "0.01 KiB may be used; that of one parameter does not fit either" in said(memory_budget=10)
+    assert "0.01 KiB may be used; that of one parameter does not fit either" in said(memory_budget=9)
 
 
 def test_why_a_plan_uses_less_than_there_is() -> None:

@@ -102,7 +102,7 @@ class Momentum:
     def extra(self, group: Mapping[str, Any]) -> Mapping[str, str]:
         return {}
 
-    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
+    def format(self, parameter: Tensor, *, extra: Collection[str]) -> Format:
         values = str(parameter.dtype).removeprefix("torch.")
         master = () if values == "float32" else (Field(MASTER, "float32", MASTER_KEY),)
         return Format("momentum", values, (Field("momentum", "float32", KEY), *master))
@@ -245,7 +245,7 @@ def test_adaptive_plans_without_the_cpu(budget: int) -> None:
 
 @pytest.mark.parametrize(("free", "residents"), [(0, 0), (4000, 0), (20_000, 3), (10**6, 8)])
 def test_the_planner_gives_the_cpu_nothing(free: int, residents: int) -> None:
-    state = Momentum().format(torch.empty(0), accelerated=True, extra=())
+    state = Momentum().format(torch.empty(0), extra=())
     loads = tuple(SubgroupLoad.of(1000, state, on_cpu=False) for _ in range(8))
     work = Workload(loads, 0.01, 0.01, peak_free_bytes=free, shared_free_bytes=free, update_free_bytes=free)
     plan = off_cpu(adaptive(work, FAST), work)

@@ -192,8 +192,8 @@ def test_a_whole_master_follows_by_the_same_rule(value: float) -> None:
 class WithNotes(AdamW):
     """AdamW's state has one more field, of which its kernels know nothing."""
 
-    def format(self, parameter: Tensor, *, accelerated: bool, extra: Collection[str]) -> Format:
-        known = super().format(parameter, accelerated=accelerated, extra=extra)
+    def format(self, parameter: Tensor, *, extra: Collection[str]) -> Format:
+        known = super().format(parameter, extra=extra)
         return Format("with notes", known.values, (*known.fields, Field("notes", "int16", "notes")))
 
     def batch(self, runs: Sequence[Run]) -> AdamBatch:

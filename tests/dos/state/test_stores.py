@@ -16,7 +16,7 @@ from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-STATE_BYTES = 12 * sum(p.numel() for p in mlp().parameters())
+STATE_BYTES = 8 * sum(p.numel() for p in mlp().parameters())
 STEPS = 12
 
 

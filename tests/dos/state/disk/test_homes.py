@@ -252,7 +252,7 @@ def test_homes_leave_for_disk_where_windows_need_their_room(
     ends = []
     for disk in (None, tmp_path):
         model = wide()
-        device = EmulatedDevice(FAST, capacity=4 * 12 * SMALL)  # the other 6 subgroups have no room there
+        device = EmulatedDevice(FAST, capacity=4 * 8 * SMALL)  # the other 6 subgroups have no room there
         host_memory = 17 * 6 * SMALL
         optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=host_memory, device=device)
         train(model, optimizer, 2)
