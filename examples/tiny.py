@@ -63,11 +63,11 @@ def accelerator(name: str, parameters: int) -> EmulatedDevice | None:
     """What `DOSAdam(device=...)` is given: nothing for real devices, which it finds by itself.
 
     The emulated one has two thousandths of the speed of a desktop with an RTX 4090, so that this small model keeps it
-    busy, and memory for half of the optimizer's state, which takes 12 bytes per parameter.
+    busy, and memory for half of the optimizer's state, which takes 8 bytes per parameter.
     """
     if name != "emulated":
         return None
-    return EmulatedDevice(HardwareProfile.builtin("rtx_4090_desktop").scaled(2e-3), capacity=6 * parameters)
+    return EmulatedDevice(HardwareProfile.builtin("rtx_4090_desktop").scaled(2e-3), capacity=4 * parameters)
 
 
 def progressions(count: int, seed: int = 0) -> Tensor:
