@@ -216,6 +216,8 @@ class Session:
         departed = [] if self.on_device is None else self.on_device.departures.marked()
         # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.
         look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
+        if self.on_device is not None:
+            registry.spot_checks(self.on_device.device)
         active = self._active()
         if self.on_device is not None and main_thread_ended():
             raise RuntimeError(

@@ -17,6 +17,7 @@ from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
+from dos.parameters.spot_check import SpotCheck
 from dos.parameters.watching import Watching
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
@@ -43,6 +44,7 @@ class Registry:
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host.
     meshes: the ranks over which parameters are divided. watching: the hooks on their gradients.
+    spot_check: finds writes that raise no version where the caller's work is queued.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Registry:
         self._options = options
         self.meshes = meshes
         self.watching = watching
+        self.spot_check = SpotCheck()
         self.devices = DeviceFinder(device)
         self._guard = guard
         self._allocation = Allocation(options, self.devices)
@@ -221,8 +224,15 @@ class Registry:
         self._forget_all_but(parameters)
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
-        """Return the values of wrapped parameters, of which no version counts writes; see `look_at_bits`."""
-        return [(record, record.local) for record in self.records.values() if record.wrapped] if self._wrapped else []
+        """Return the parameters of which copies are read, or no version counts writes; see `look_at_bits`."""
+        if not self._wrapped and (self.devices.found is None or self.devices.found.queues):
+            return []
+        return [(record, record.local) for record in self.records.values() if record.bits is not None]
+
+    def spot_checks(self, device: Device) -> None:
+        """Compare the bits of one parameter of which a copy is read, where the caller's work is queued."""
+        if device.queues:
+            self.spot_check.look(list(self.records.values()), device, self._reads_copy)
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Allocate the state of parameters, each with its group, that have none yet, and watch their gradients.
@@ -285,6 +295,26 @@ class Registry:
         for record in records:
             if not record.replaced:  # else the next step takes the values that user code has put there
                 record.saw()
+        self.watch_bits(records)
+
+    def watch_bits(self, records: Collection[ParameterRecord]) -> None:
+        """Let bits be compared where the next update may read a copy of a parameter: a write may raise no version."""
+        device, checked = self.devices.found, self.spot_check.record
+        if device is None:
+            return
+        if device.queues:
+            if checked in records:
+                self.spot_check.wrote(device)
+            return
+        for record in records:
+            if record.bits is None and not record.replaced and self._reads_copy(record):
+                record.saw_bits()
+
+    def _reads_copy(self, record: ParameterRecord) -> bool:
+        """Return whether the next update may read a master, or parameters that are staged on the host."""
+        arena = record.arena
+        staged = not arena.streams and any(piece in subgroup.newest for subgroup, piece in self.places[record])
+        return arena.accelerated and (staged or arena.format.master is not None)
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""

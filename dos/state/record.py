@@ -29,8 +29,7 @@ class ParameterRecord:
     flat: 1-D alias of the parameter's memory, or a contiguous stand-in if the parameter has gaps or is lazily negated
         (see `stand_in`).
     version, data_ptr: of the parameter after our last write; other values mean that user code wrote to it.
-    bits: a fingerprint of a wrapped parameter after our last write, whose version proves nothing; None: it is not
-        needed.
+    bits: a fingerprint after our last write, by which writes are found that raise no version; None: it is not needed.
     rewritten: whether other bits were found.
     views: the values of `optimizer.state[p]` beside the step: live views of the state, shaped like the parameter.
     step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
@@ -150,11 +149,14 @@ class ParameterRecord:
     def saw(self) -> None:
         """Remember the parameter as it is now."""
         p = self.local
-        if self.wrapped:
-            self.rewritten = False
-            self.bits = fingerprint(p) if self.arena.keeps_copies else None
+        self.rewritten = False
+        self.bits = fingerprint(p) if self.wrapped and self.arena.keeps_copies else None
         self.version = version(self.parameter) if self.wrapped else version_counter(p)
         self.data_ptr, self._strides = p.data_ptr(), p.stride()
+
+    def saw_bits(self) -> None:
+        """Remember the parameter's bits, too, because the next update may read a copy of it."""
+        self.bits = fingerprint(self.local)
 
     def write_back(self) -> None:
         """Copy a stand-in's new values to the parameter."""

@@ -201,6 +201,7 @@ class WeightHomes:
             # `written` was read before the move, because the record would take the new address for a write.
             record.relocate(written=each)
             self._registry.forget_batches(record)
+        self._registry.watch_bits(records)
 
     def _move_home(self, block: Block, records: Sequence[ParameterRecord]) -> None:
         store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]

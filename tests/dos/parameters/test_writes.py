@@ -87,7 +87,10 @@ def assert_taken_over(dtype: torch.dtype, place: Any, mode: str, **settings: Any
 
 @pytest.mark.parametrize(
     ("place", "mode"),
-    [("host", "plain"), ("resident", "plain"), ("resident", "attached"), (0.0, "offloaded"), (0.0, "plain")],
+    [
+        *(("host", "plain"), ("resident", "plain"), ("resident", "attached"), (0.0, "offloaded")),
+        *(("cpu", "plain"), ("cpu", "attached"), ("cpu", "offloaded"), ("stride:2", "attached"), ("adaptive", "plain")),
+    ],
 )
 @pytest.mark.parametrize(
     ("dtype", "settings_"),
@@ -97,3 +100,14 @@ def test_parameters_that_are_their_masters(
     dtype: torch.dtype, settings_: dict[str, Any], place: Any, mode: str
 ) -> None:
     assert_taken_over(dtype, place, mode, **settings_)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode"), [("cpu", "plain"), ("cpu", "offloaded"), ("resident", "attached"), ("stride:2", "plain")]
+)
+@pytest.mark.parametrize(
+    ("dtype", "state_format"),
+    [(torch.bfloat16, None), (torch.bfloat16, "float32"), (torch.bfloat16, "int8"), (torch.float16, None)],
+)
+def test_parameters_whose_masters_follow(dtype: torch.dtype, state_format: str | None, place: Any, mode: str) -> None:
+    assert_taken_over(dtype, place, mode, state_format=state_format)
