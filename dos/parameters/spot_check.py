@@ -81,7 +81,8 @@ class SpotCheck:
         if answer.other.item():
             self._said = True
             warn(
-                f"a parameter of shape {answer.shape} was written to in a way that raises no version counter, as "
-                "through .data or NumPy, and its update, which reads a copy of it, has overwritten the new values; write "
-                "under torch.no_grad(), or call torch.autograd.graph.increment_version(parameters) after such writes"
+                f"a parameter of shape {answer.shape} was written to in a way that raises no version counter, "
+                "as through .data or NumPy, and its update, which reads a copy of it, has overwritten the new values; "
+                "write under torch.no_grad(), or call torch.autograd.graph.increment_version(parameters) after such "
+                "writes"
             )
