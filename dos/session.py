@@ -28,7 +28,7 @@ from dos.parameters.admission import Group
 from dos.parameters.group_parameters import GroupParameters, members
 from dos.parameters.hooks import Attachment, lasting, refuse_forward
 from dos.parameters.live_state import LiveState
-from dos.parameters.reconciler import Reconciler, copy_views
+from dos.parameters.reconciler import Reconciler, copy_live
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
 from dos.planning.decide import Facts
@@ -36,6 +36,7 @@ from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
+from dos.state.own_storage import overlap_with
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
@@ -860,8 +861,9 @@ class Session:
         gone = self.reconciler.lacking_fields(groups)
         if gone:
             self.settle_state([*self.parameters])
-            for p in self.parameters:  # the loaded tensors may be views of the arenas that are released below
-                copy_views(state.get(p, {}), {})
+            lies_in_state = overlap_with(self.registry.state_memory())
+            for p in self.parameters:  # the loaded tensors may lie in the arenas that are released below
+                copy_live(state.get(p, {}), {}, lies_in_state)
         else:
             self._bring_home()
         with self.guard.change():

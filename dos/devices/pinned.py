@@ -46,11 +46,13 @@ class _Pages(np.ndarray):
 class _Mapped:
     """Addresses in a mapping: an address plus `offset` is the position in it.
 
+    end: the address behind its last byte.
     borders: the addresses at which regions begin and end, in order; replaced as a whole: any thread may read it.
     """
 
     def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
         self.borders: tuple[int, ...] = ()
+        self.end = pages.ctypes.data + pages.nbytes
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
         """The pinned regions: by first byte, the end, and the function that unregisters the region."""
         # Weak: the module's table has this object, and the mapping must be released with the last tensor.
@@ -103,11 +105,29 @@ class _Mapped:
 
 _mapped: dict[int, _Mapped] = {}
 """The mappings by the address of their first byte."""
+_starts: tuple[int, ...] = ()
+"""These addresses in order, and perhaps some of mappings that are gone; replaced as a whole: any thread may read it."""
+
+
+def _add_mapping(pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
+    global _starts
+    address = pages.ctypes.data
+    _mapped[address] = _Mapped(pages, mapping, offset)
+    # The system may give the address to another mapping, which must not find the regions of this one.
+    weakref.finalize(pages, _mapped.pop, address, None)
+    # Not under a lock, which a forked child might inherit locked. Another thread may add a mapping meanwhile, and write
+    # what it has found before.
+    while _starts != (found := tuple(sorted(_mapped))):
+        _starts = found
 
 
 def _mapping_of(tensor: Tensor) -> _Mapped | None:
-    """Return the mapping of a tensor of `lazy_zeros`; None: user code has moved its memory, as `share_memory_` does."""
-    return _mapped.get(tensor.untyped_storage().data_ptr())
+    """Return the mapping in which a tensor lies; None: in none, as where `share_memory_` has moved its memory."""
+    # By address: tensors that user code sees have storages of their own.
+    starts, address = _starts, tensor.data_ptr()
+    place = bisect.bisect_right(starts, address) - 1
+    mapped = _mapped.get(starts[place]) if place >= 0 else None
+    return mapped if mapped is not None and address < mapped.end else None
 
 
 def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Tensor:
@@ -132,10 +152,7 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
     everything = np.frombuffer(mapping, dtype=np.uint8)
     start = -everything.ctypes.data % _HUGE_PAGE if whole else 0
     pages = everything[start : start + nbytes].view(_Pages)
-    address = pages.ctypes.data
-    _mapped[address] = _Mapped(pages, mapping, start - address)
-    # The system may give the address to another mapping, which must not find the regions of this one.
-    weakref.finalize(pages, _mapped.pop, address, None)
+    _add_mapping(pages, mapping, start - pages.ctypes.data)
     with contextlib.suppress(OSError):  # this kernel has no huge pages
         # A system that always uses huge pages would allocate memory beyond the parts that are used.
         mapping.madvise(mmap.MADV_NOHUGEPAGE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,9 +14,9 @@ from dos.parameters.registry import Registry
 from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
+from dos.state.own_storage import overlap_with
 from dos.state.record import ParameterRecord, step_of
 from dos.torch_internals.operators import add_to_all
-from dos.torch_internals.tensors import is_view
 
 
 class Look(NamedTuple):
@@ -110,10 +110,15 @@ class Reconciler:
             record.write_step()
         if any(record.moved() for record, _ in found):
             check_overlaps([(p, group) for group in groups for p in group["params"] if id(p) in self._registry.records])
-        for record, _ in found:
-            # An entry may be a live view of another parameter's state, as when user code exchanges two entries: writing
-            # the other one would change it.
-            copy_views(self._entry(record.parameter), record.views)
+        entries = ((record, self._entry(record.parameter)) for record, _ in found)
+        changed = [(record, entry) for record, entry in entries if entry and not record.is_adopted(entry)]
+        for record, _ in changed:
+            record.renew_views()
+        lies_in_state = overlap_with(self._registry.state_memory() if changed else ())
+        for record, entry in changed:
+            # An entry may have live tensors of another parameter's state, as when user code exchanges two entries:
+            # writing the other one would change them.
+            copy_live(entry, record.views, lies_in_state)
         for record, _ in found:
             gradient = record.gradient
             if gradient is not None:
@@ -129,7 +134,6 @@ class Reconciler:
     def _adopt(self, record: ParameterRecord, entry: dict[str, Any]) -> None:
         """Make `entry`, which is empty or was filled by user code or a checkpoint, the live view of the state."""
         step = step_of(entry)
-        record.renew_views()
         if record.is_adopted(entry):
             entry["step"] = step
             record.adopt_step(step)
@@ -200,8 +204,10 @@ class Reconciler:
         self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)
 
 
-def copy_views(entry: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Replace the tensors of an entry that are views, except the views in `own`, by copies."""
+def copy_live(
+    entry: dict[str, Any], own: Mapping[str, Tensor], lies_in_state: Callable[[Tensor], bool]
+) -> None:
+    """Replace the tensors of an entry that lie in the memory of state, except those in `own`, by copies."""
     for key, value in entry.items():
-        if isinstance(value, Tensor) and value is not own.get(key) and is_view(local(value)):
+        if isinstance(value, Tensor) and value is not own.get(key) and lies_in_state(local(value)):
             entry[key] = laid_out_as(local(value).clone(), value)

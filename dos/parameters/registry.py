@@ -96,6 +96,11 @@ class Registry:
         found = (self.records.get(id(p)) for p in parameters)
         return {subgroup: None for r in found if r is not None for subgroup, _ in self.places[r]}
 
+    def state_memory(self) -> list[Tensor]:
+        """Return the memory of all state at home, 1-D tensors."""
+        arenas = {subgroup.arena for subgroup in (*self.accelerated, *self.on_host)}
+        return [tensor for arena in arenas for tensor in arena.state.tensors()]
+
     @property
     def bytes_to_come(self) -> int:
         """Bytes of host memory that state may take in addition to those that it takes now."""

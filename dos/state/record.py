@@ -12,6 +12,7 @@ from torch import Tensor
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import is_sharded, is_wrapped, laid_out_as, local, version
 from dos.state.arena import Arena, State, as_transport_dtype
+from dos.state.own_storage import with_own_storage
 from dos.torch_internals.dtensors import local_tensor
 from dos.torch_internals.tensors import is_zero_tensor, version_counter
 from perfmodel.format import scale_shape
@@ -31,7 +32,8 @@ class ParameterRecord:
     version, data_ptr: of the parameter after our last write; other values mean that user code wrote to it.
     bits: a fingerprint after our last write, by which writes are found that raise no version; None: it is not needed.
     rewritten: whether other bits were found.
-    views: the values of `optimizer.state[p]` beside the step: live views of the state, shaped like the parameter.
+    views: the values of `optimizer.state[p]` beside the step: tensors in the memory of the state, shaped like the
+        parameter.
     step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
     fresh: whether the state is zero, because it was never written.
     """
@@ -207,14 +209,17 @@ class ParameterRecord:
                 local(view).data = fresh
 
     def make_views(self) -> dict[str, Tensor]:
-        """Return the arena's tensors by their names in a state dict, divided over ranks as the parameter is."""
+        """Return the arena's tensors by their names in a state dict, divided over ranks as the parameter is.
+
+        Each has a storage of its own: pickling one would else write the whole arena.
+        """
         views = {}
         self._addresses = {}
         for field in self.arena.format.fields:
             if field.key is not None:
                 flat = as_transport_dtype(self.state.fields[field.name])
                 shared = field.block > 1
-                view = flat.view(scale_shape(self.local.shape)) if shared else self.shaped(flat)
+                view = with_own_storage(flat.view(scale_shape(self.local.shape)) if shared else self.shaped(flat))
                 shape = scale_shape(self.parameter.shape) if shared else None
                 views[field.key] = laid_out_as(view, self.parameter, shape)
                 self._addresses[field.key] = view.data_ptr()

@@ -33,11 +33,6 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 """Returns whether the tensor stands for zeros without memory, as in forward-mode AD: it has a storage, no address."""
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Return whether the tensor is a view of another one."""
-    return tensor._base is not None
-
-
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor of which this is a view, and whose version counter it shares; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
