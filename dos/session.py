@@ -329,6 +329,9 @@ class Session:
     def _active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""
         settled, others, gone = self.reconciler.look(self.groups)
+        if self.weights is not None:
+            # Else the update would write to memory that the parameters do not have any more.
+            self.weights.take_replaced([p for p, _ in others])
         self._forget(gone)
         del gone  # the last reference to memory that newcomers may need
         found = self._enrol(others)
@@ -821,6 +824,12 @@ class Session:
         for job in self.ledger.updates(at_home, wait=True) or ():
             job.wait()
         self._join(parameters)
+
+    def relocated(self, parameters: Iterable[Tensor]) -> None:
+        """Follow parameters that have got the memory of their weights back, with values of user code."""
+        for record in filter(None, map(self.registry.record, parameters)):
+            record.relocate(written=True)
+            self.registry.forget_batches(record)
 
     def release_homes(self) -> None:
         """Wait until the device reads no weight at home, so that user code may write to them."""

@@ -204,9 +204,7 @@ class Reconciler:
         self._registry.homes.reserve((subgroup for record in records for subgroup, _ in places[record]), every)
 
 
-def copy_live(
-    entry: dict[str, Any], own: Mapping[str, Tensor], lies_in_state: Callable[[Tensor], bool]
-) -> None:
+def copy_live(entry: dict[str, Any], own: Mapping[str, Tensor], lies_in_state: Callable[[Tensor], bool]) -> None:
     """Replace the tensors of an entry that lie in the memory of state, except those in `own`, by copies."""
     for key, value in entry.items():
         if isinstance(value, Tensor) and value is not own.get(key) and lies_in_state(local(value)):

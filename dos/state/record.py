@@ -85,10 +85,11 @@ class ParameterRecord:
 
     def locate(self) -> None:
         """Follow the parameter's memory if it was replaced; copy its values if a stand-in is updated."""
-        if self.moved():
+        if self.moved() or self._memory.data_ptr() != self._address:
             self.data_ptr = -1  # until the parameter was updated there
             # A reference, so that no other memory can get the address, by which `moved` compares.
             self._memory = self.local.detach()
+            self._address = self._memory.data_ptr()
             alias = flat_alias(self._memory)
             self.stand_in = alias is None
             self.flat = self._memory.resolve_neg().contiguous().view(-1) if alias is None else alias
@@ -111,7 +112,8 @@ class ParameterRecord:
     @property
     def replaced(self) -> bool:
         """Whether user code has replaced the memory to which the last update has written."""
-        return not self.stand_in and self._memory.data_ptr() != self.local.data_ptr()
+        # By number: `share_memory_()` moves the memory of all tensors that share a storage.
+        return not self.stand_in and self._address != self.local.data_ptr()
 
     def changed(self) -> bool:
         """Return whether user code wrote to the parameter, or replaced its memory, since `saw`."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dos.devices import Caller, Copy, Device, Job
 from dos.state.arena import Arena, aligned
+from dos.state.own_storage import with_own_storage
 from dos.torch_internals.module_parameters import exchange
 from dos.torch_internals.tensors import storage_address, version_counter
 from dos.weights.blocks import Member
@@ -52,6 +53,8 @@ class Block:
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
         self.nbytes = sum(map(aligned, sizes))
         self.copies: list[nn.Parameter] = []
+        self._places: list[Tensor] = []
+        """The memory that the parameters must have: at home, or the copies'. Empty before they are moved there."""
 
     def make_copies(self, like: torch.device) -> None:
         """Make the copies, without memory. like: their device."""
@@ -70,6 +73,39 @@ class Block:
         if self.filled and not self._joined:
             # The allocator would give the memory away while the transfer still writes to it.
             self._device.keep(self._buffer, Op.WEIGHTS)
+
+    def use_memory(self, places: Sequence[Tensor]) -> None:
+        """Let the parameters have this memory, whose values they already have: on the host, or the copies'."""
+        for member, place in zip(self.members, places, strict=True):
+            # A storage of its own: programs that save checkpoints take tensors that share one for one tensor.
+            member.parameter.data = with_own_storage(place)
+        self._places = [place.detach() for place in places]
+
+    def replaced(self) -> list[Tensor]:
+        """Return the parameters whose memory user code has replaced, as by `p.data = ...`."""
+        pairs = zip((member.parameter for member in self.members), self._places, strict=False)
+        return [p for p, place in pairs if _layout(p) != _layout(place)]
+
+    def take_replaced(self) -> None:
+        """Copy the values of `replaced` parameters to the memory that updates and transfers use, and give them that.
+
+        No work in flight may use either. Raises RuntimeError, with nothing changed, where it cannot have the values.
+        """
+        pairs = zip((member.parameter for member in self.members), self._places, strict=False)
+        found = [(p, place) for p, place in pairs if _layout(p) != _layout(place)]
+        for p, place in found:
+            if p.is_meta or p.shape != place.shape or p.dtype != place.dtype:
+                raise RuntimeError(
+                    f"a parameter has got other memory, as by p.data = ..., of {p.dtype}, shape {tuple(p.shape)}, on "
+                    f"{p.device}, and its weights began to stream as {place.dtype} of shape {tuple(place.shape)}; give "
+                    "it memory of that type and shape, or build a new model and a new optimizer"
+                )
+        for p, place in found:
+            # The clone: the new memory may be the old one in another order, as that of `p.data.t()`.
+            place.copy_(p.detach().clone())
+            p.data = with_own_storage(place)
+        # Masters follow, copies that were fetched are stale, and backward refuses graphs from before.
+        torch.autograd.graph.increment_version([p for p, _ in found])
 
     @property
     def storage(self) -> int:
@@ -108,7 +144,9 @@ class Block:
         # Into the buffer, not into the parameters, whose version counters must not rise: the tensors that autograd has
         # saved of them are valid again once the buffer is filled.
         parts = [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
-        return [(part, flat_bytes(member.parameter)) for member, part in zip(self.members, parts, strict=True)]
+        # From the places, not from the parameters, whose storages are apart: small neighbours are copied together.
+        places = self._places or [member.parameter for member in self.members]
+        return [(part, flat_bytes(place)) for place, part in zip(places, parts, strict=True)]
 
     @property
     def joined(self) -> bool:
@@ -179,6 +217,10 @@ class Block:
                     "memory, and its weights stream: what is written there is lost; write to it between step() and the "
                     "next forward, or attach the model without weights="
                 )
+
+
+def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -188,6 +188,7 @@ class WeightHomes:
 
     def _put(self, block: Block, *, streams: bool) -> None:
         """Move a block's weights home, or into the memory of its copies, from wherever they are."""
+        block.take_replaced()
         records = [r for r in (self._registry.record(m.parameter) for m in block.members) if r is not None]
         written = [record.changed() for record in records]
         if streams:
@@ -221,10 +222,11 @@ class WeightHomes:
             places[id(p)] = flat.as_strided(p.size(), p.stride())
             start += aligned(p.nbytes)
         # One parameter after the other, each released once its home has it, so that memory need not hold all twice.
-        for member in block.members:
-            home = places[id(member.parameter)]
+        homes = [places[id(member.parameter)] for member in block.members]
+        for member, home in zip(block.members, homes, strict=True):
             home.copy_(member.parameter.detach())
             member.parameter.data = home
+        block.use_memory(homes)
         # The copies have no values of their own after this: the next forward fetches them from the homes.
         block.release()
 
@@ -232,8 +234,16 @@ class WeightHomes:
         # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.
         block.fetch(()).wait()
         block.join()
-        for member, copy in zip(block.members, block.copies, strict=True):
-            member.parameter.data = copy.data
+        block.use_memory(block.copies)
+
+    def take_replaced(self, parameters: Iterable[Tensor]) -> None:
+        """Take over the values of parameters whose memory user code has replaced, of the blocks that have any of these.
+
+        Raises RuntimeError, see `Block.take_replaced`.
+        """
+        known = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
+        for block in dict.fromkeys(known[id(p)] for p in parameters if id(p) in known):
+            self.stream.take_replaced(block)
 
     def _is_frozen(self, parameter: Tensor) -> bool:
         return self._registry.record(parameter) is None

@@ -191,6 +191,8 @@ class WeightStream:
         block = self._of[module]
         if not block.running:
             check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
+            if not in_backward():
+                self.take_replaced(block)
         if self._device.capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured, and its replays would not fetch weights that stream; capture no block "
@@ -408,6 +410,19 @@ class WeightStream:
     def _release_unused(self, block: Block) -> None:
         if not (block.running or block.touched):
             self._release(block)
+
+    def take_replaced(self, block: Block) -> None:
+        """Take over the values of parameters of the block whose memory user code has replaced.
+
+        Raises RuntimeError if an update was lost with the former memory, and as `Block.take_replaced`.
+        """
+        found = block.replaced()
+        if found:
+            self.before_reading(found, block)
+            block.take_replaced()
+            watcher = self._watcher()
+            if watcher is not None:
+                watcher.relocated(found)
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""
