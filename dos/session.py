@@ -825,11 +825,13 @@ class Session:
             job.wait()
         self._join(parameters)
 
-    def relocated(self, parameters: Iterable[Tensor]) -> None:
-        """Follow parameters that have got the memory of their weights back, with values of user code."""
-        for record in filter(None, map(self.registry.record, parameters)):
-            record.relocate(written=True)
-            self.registry.forget_batches(record)
+    def relocated(self, places: Mapping[int, Tensor]) -> None:
+        """Follow parameters that have got their memory of `places` back, with values of user code. places: by id."""
+        for key, place in places.items():
+            record = self.registry.records.get(key)
+            if record is not None:
+                record.relocate(place, written=True)
+                self.registry.forget_batches(record)
 
     def release_homes(self) -> None:
         """Wait until the device reads no weight at home, so that user code may write to them."""

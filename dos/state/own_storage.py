@@ -19,7 +19,7 @@ def with_own_storage(view: Tensor) -> Tensor:
     """
     flat = view.detach().as_strided((view.numel(),), (1,))
     # Not `from_dlpack(view)`: that waits for streams, and the layout of axes of length 1 would be another.
-    storage = from_dlpack(to_dlpack(flat)).untyped_storage()  # type: ignore[no-untyped-call]
+    storage = from_dlpack(to_dlpack(flat)).untyped_storage()
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
 

@@ -83,12 +83,15 @@ class ParameterRecord:
         """This parameter's slice of the arena's state."""
         return self.arena.slice(self.offset, self.offset + self.numel)
 
-    def locate(self) -> None:
-        """Follow the parameter's memory if it was replaced; copy its values if a stand-in is updated."""
-        if self.moved() or self._memory.data_ptr() != self._address:
+    def locate(self, memory: Tensor | None = None) -> None:
+        """Follow the parameter's memory if it was replaced; copy its values if a stand-in is updated.
+
+        memory: a tensor like the parameter, in the same memory, of a storage that device allocators know; None: itself.
+        """
+        if memory is not None or self.moved():
             self.data_ptr = -1  # until the parameter was updated there
             # A reference, so that no other memory can get the address, by which `moved` compares.
-            self._memory = self.local.detach()
+            self._memory = (self.local if memory is None else memory).detach()
             self._address = self._memory.data_ptr()
             alias = flat_alias(self._memory)
             self.stand_in = alias is None
@@ -96,10 +99,13 @@ class ParameterRecord:
         elif self.stand_in:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
 
-    def relocate(self, *, written: bool) -> None:
-        """Follow the parameter after the optimizer has moved it. written: whether user code changed it before."""
+    def relocate(self, memory: Tensor, *, written: bool) -> None:
+        """Follow the parameter after the optimizer has moved it.
+
+        memory: as in `locate`. written: whether user code changed the parameter before.
+        """
         _, self._dtype, self._shape, self.layout = self.kind = kind_of(self.local)
-        self.locate()
+        self.locate(memory)
         self.saw()
         if written:
             self.version = -1

@@ -28,6 +28,7 @@ class Block:
     streams: whether its homes are on the host; else they share the memory of the copies.
     filled: whether the copies have values, or a transfer writes them. running: the number of its forwards that run.
     touched: whether the backward that runs has used it. arenas: the arenas of trained parameters.
+    places: the memory that its parameters must have, by their ids: homes, or the copies'; empty before they are moved.
     """
 
     # Device memory of one block: `fetch` allocates it and starts the copy, `join` orders the caller behind the copy,
@@ -53,8 +54,7 @@ class Block:
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
         self.nbytes = sum(map(aligned, sizes))
         self.copies: list[nn.Parameter] = []
-        self._places: list[Tensor] = []
-        """The memory that the parameters must have: at home, or the copies'. Empty before they are moved there."""
+        self.places: dict[int, Tensor] = {}
 
     def make_copies(self, like: torch.device) -> None:
         """Make the copies, without memory. like: their device."""
@@ -79,11 +79,12 @@ class Block:
         for member, place in zip(self.members, places, strict=True):
             # A storage of its own: programs that save checkpoints take tensors that share one for one tensor.
             member.parameter.data = with_own_storage(place)
-        self._places = [place.detach() for place in places]
+        # `data`, whose version counter is its own: autograd must take no update for a write to a copy.
+        self.places = {id(m.parameter): place.data for m, place in zip(self.members, places, strict=True)}
 
     def replaced(self) -> list[Tensor]:
         """Return the parameters whose memory user code has replaced, as by `p.data = ...`."""
-        pairs = zip((member.parameter for member in self.members), self._places, strict=False)
+        pairs = ((m.parameter, self.places[id(m.parameter)]) for m in self.members if self.places)
         return [p for p, place in pairs if _layout(p) != _layout(place)]
 
     def take_replaced(self) -> None:
@@ -91,21 +92,22 @@ class Block:
 
         No work in flight may use either. Raises RuntimeError, with nothing changed, where it cannot have the values.
         """
-        pairs = zip((member.parameter for member in self.members), self._places, strict=False)
-        found = [(p, place) for p, place in pairs if _layout(p) != _layout(place)]
+        found = [(p, self.places[id(p)]) for p in self.replaced()]
         for p, place in found:
-            if p.is_meta or p.shape != place.shape or p.dtype != place.dtype:
+            if p.shape != place.shape or p.dtype != place.dtype:
                 raise RuntimeError(
-                    f"a parameter has got other memory, as by p.data = ..., of {p.dtype}, shape {tuple(p.shape)}, on "
-                    f"{p.device}, and its weights began to stream as {place.dtype} of shape {tuple(place.shape)}; give "
-                    "it memory of that type and shape, or build a new model and a new optimizer"
+                    f"a parameter has got other memory, as by p.data = ..., of {p.dtype} and shape {tuple(p.shape)}, "
+                    f"and its weights began to stream as {place.dtype} of shape {tuple(place.shape)}; give it memory "
+                    "of that type and shape, or build a new model and a new optimizer"
                 )
         for p, place in found:
             # The clone: the new memory may be the old one in another order, as that of `p.data.t()`.
             place.copy_(p.detach().clone())
             p.data = with_own_storage(place)
         # Masters follow, copies that were fetched are stale, and backward refuses graphs from before.
-        torch.autograd.graph.increment_version([p for p, _ in found])
+        pairs = ((m.parameter, copy) for m, copy in zip(self.members, self.copies, strict=True))
+        changed = {id(p) for p, _ in found}
+        torch.autograd.graph.increment_version([each for pair in pairs if id(pair[0]) in changed for each in pair])
 
     @property
     def storage(self) -> int:
@@ -145,8 +147,8 @@ class Block:
         # saved of them are valid again once the buffer is filled.
         parts = [self._buffer[start : start + c.nbytes] for start, c in zip(self._starts, self.copies, strict=True)]
         # From the places, not from the parameters, whose storages are apart: small neighbours are copied together.
-        places = self._places or [member.parameter for member in self.members]
-        return [(part, flat_bytes(place)) for place, part in zip(places, parts, strict=True)]
+        homes = [self.places.get(id(member.parameter), member.parameter) for member in self.members]
+        return [(part, flat_bytes(home)) for home, part in zip(homes, parts, strict=True)]
 
     @property
     def joined(self) -> bool:

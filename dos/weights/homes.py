@@ -200,7 +200,7 @@ class WeightHomes:
             arena.streams = streams
         for record, each in zip(records, written, strict=True):
             # `written` was read before the move, because the record would take the new address for a write.
-            record.relocate(written=each)
+            record.relocate(block.places[id(record.parameter)], written=each)
             self._registry.forget_batches(record)
         self._registry.watch_bits(records)
 

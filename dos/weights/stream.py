@@ -422,7 +422,7 @@ class WeightStream:
             block.take_replaced()
             watcher = self._watcher()
             if watcher is not None:
-                watcher.relocated(found)
+                watcher.relocated({id(p): block.places[id(p)] for p in found})
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""

@@ -1,0 +1,160 @@
+"""Memory that user code gives to the weights of blocks: its values are taken over, or an error says what was lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.blocks import loss, net, start
+from tests.support.devices import UpdatesAfterStep
+from tests.support.training import FAST, assert_close_ulp, bits
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def clone(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def halve(model: Any) -> None:
+    for p in model.blocks[1].parameters():
+        p.data = p.data * 0.5
+
+
+def merge(model: Any) -> None:
+    """As PEFT merges an adapter with `safe_merge=True`."""
+    for block in model.blocks:
+        weights = block.out.weight.data.clone()
+        weights += 0.01
+        block.out.weight.data = weights
+
+
+def from_vector(model: Any) -> None:
+    parameters = list(model.blocks.parameters())
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters) * 0.9, parameters)
+
+
+@torch.no_grad()
+def set_source(model: Any) -> None:
+    for p in model.blocks[2].parameters():
+        p.set_(p * 0.7)
+
+
+def share(model: Any) -> None:
+    for p in model.blocks[2].parameters():
+        p.share_memory_()
+
+
+def frozen(model: Any) -> None:
+    model.blocks[3].both.weight.data = model.blocks[3].both.weight.data + 0.1
+
+
+WAYS = (clone, halve, merge, from_vector, set_source, share, frozen)
+WHEN = ("before forward", "before step", "after step")
+MODES: list[tuple[torch.dtype, Any, Any]] = [
+    (torch.float32, 0, "cpu"),
+    (torch.bfloat16, 0, "stride:1"),
+    (torch.bfloat16, 2, "cpu"),
+    (torch.float32, 2, "stride:1"),
+    (torch.bfloat16, 4, "cpu"),
+    (torch.float32, 4, "resident"),
+]
+
+
+def run(dtype: torch.dtype, optimizer_of: Callable[[nn.Module], Any], when: str) -> list[Tensor]:
+    """Train with a frozen weight, replace memory in each step in another way, and return all weights after each."""
+    model = net(dtype, blocks=4)
+    model.blocks[3].both.weight.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    loss(model, 100).backward()
+    optimizer.step()
+    found = []
+    for step, way in enumerate(WAYS):
+        optimizer.zero_grad()
+        if when == "before forward":
+            way(model)
+        loss(model, step).backward()
+        if when == "before step":
+            way(model)
+        optimizer.step()
+        if when == "after step":
+            if isinstance(optimizer, DOSAdam):
+                optimizer.synchronize()
+            way(model)
+        found += [p.clone() for p in model.state_dict().values()]
+    return found
+
+
+@functools.cache
+def expected(dtype: torch.dtype, when: str) -> list[Tensor]:
+    """With all weights on the device: bits that follow AdamW, which has no masters, where it is comparable."""
+    device = EmulatedDevice(FAST, 10**8)
+    found = run(dtype, lambda model: DOSAdam(model.parameters(), lr=1e-2, device=device, policy="cpu"), when)
+    if dtype == torch.float32:
+        assert_close_ulp(found, run(dtype, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), when))
+    return found
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(("dtype", "weights", "policy"), MODES)
+def test_it_is_trained_as_by_adamw(dtype: torch.dtype, weights: Any, policy: Any, when: str) -> None:
+    found = run(dtype, lambda model: start(model, weights, policy=policy), when)
+    assert bits(found) == bits(expected(dtype, when))
+
+
+@pytest.mark.parametrize("weights", [0, 6])
+@pytest.mark.parametrize("replace", ["dtype", "shape"])
+def test_memory_that_cannot_have_the_values_is_refused(weights: int, replace: str) -> None:
+    model = net(torch.float32)
+    optimizer = start(model, weights)
+    loss(model, 0).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    p = model.blocks[1].out.weight
+    before = p.data
+    p.data = {"dtype": before.double(), "shape": before[:4]}[replace]
+    with pytest.raises(RuntimeError, match=r"a parameter has got other memory, as by p.data = ..., of .*give it"):
+        loss(model, 1)
+    p.data = before
+    optimizer.zero_grad()
+    loss(model, 1).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("weights", [0, 6])
+def test_an_update_that_runs_meanwhile_is_not_lost_in_silence(weights: int) -> None:
+    """A reference that user code has kept does not wait for the update that writes the former memory."""
+    device = UpdatesAfterStep(FAST, 10**8)
+    model = net(torch.float32)
+    optimizer = start(model, weights, device=device)
+    kept = model.blocks[1].out.weight
+    for step in range(2):
+        loss(model, step).backward()
+        device.returned.clear()
+        optimizer.step()
+        if step == 1:
+            kept.data = kept.data.clone()
+        device.returned.set()
+    with pytest.raises(RuntimeError, match=r"got other memory after step\(\), as by .*synchronize\(\)"):
+        loss(model, 2)
+
+
+def test_parameters_have_storages_of_their_own() -> None:
+    for weights in (0, 2, "auto"):
+        model = net(blocks=4)
+        optimizer = start(model, weights, policy="adaptive")
+        for step in range(2):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            storages = [p.untyped_storage() for p in model.parameters()]
+            assert len({storage.data_ptr() for storage in storages}) == len(storages)
+            parameters: list[Tensor] = list(model.blocks.parameters())
+            assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
