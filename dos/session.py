@@ -30,6 +30,7 @@ from dos.parameters.hooks import Attachment, lasting, refuse_forward
 from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_live
 from dos.parameters.registry import Registry, tell_autograd
+from dos.parameters.replaced_modules import find_gone, warn_of_successors
 from dos.parameters.watching import Watching
 from dos.planning.decide import Facts
 from dos.planning.decisions import Decisions
@@ -98,6 +99,10 @@ class Session:
         """The ids of parameters on the host that must be on the accelerator when they are used."""
         self._refusal: RemovableHandle | None = None
         self._warned_idle = False
+        self._active_before = -1
+        """The number of parameters with a gradient in the last step, by which a module that was replaced is noticed."""
+        self._looked_for: set[int] = set()
+        """The ids of parameters without a gradient for which the attached model was searched."""
         # Work in flight ends when the optimizer is collected or the interpreter exits.
         weakref.finalize(self, self.ledger.finish)
 
@@ -220,6 +225,8 @@ class Session:
         if self.on_device is not None:
             registry.spot_checks(self.on_device.device)
         active = self._active()
+        if self.attachment is not None and len(active.members) != self._active_before:
+            self._look_for_replaced_modules(self.attachment, active)
         if self.on_device is not None and main_thread_ended():
             raise RuntimeError(
                 "the main thread has ended, after which Python starts no more work in the background, such as this "
@@ -288,6 +295,16 @@ class Session:
         if stores.device.denied is not None:
             decisions.memory.forecast.allocation_failed(stores.device.denied)
         return reserved
+
+    def _look_for_replaced_modules(self, attachment: Attachment, active: Active) -> None:
+        """Warn if the model no longer has parameters that got no gradient, and has others that no optimizer has."""
+        self._active_before, model = len(active.members), attachment.model
+        with_gradient = {id(record.parameter) for record, _ in active.members} | self._looked_for
+        missing = [p for p in self.parameters if id(p) not in with_gradient]
+        # Once each: experts of a mixture often get none.
+        self._looked_for.update(map(id, missing))
+        if missing and model is not None and not attachment.gathers:
+            warn_of_successors(model, [*self.parameters], find_gone(model, missing, anywhere=False))
 
     def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
         """Move blocks to the device or home as the plan says; return False if some have to wait."""
@@ -775,6 +792,12 @@ class Session:
         if before is not None:
             before.detach()
         self._attach_device()
+        self._active_before, self._looked_for = -1, set()
+        if not self.attachment.gathers:
+            own = [*self.parameters]
+            gone = find_gone(model, own, anywhere=True)
+            if warn_of_successors(model, own, gone):
+                self._looked_for.update(map(id, gone))  # once
 
     @entry(*UNBROKEN)
     def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightHomes:

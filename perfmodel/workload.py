@@ -283,6 +283,8 @@ class Workload:
 
     def has_room(self, plan: Plan) -> bool:
         """Whether there is memory for all that a plan has on the device, and for saved tensors that it moves."""
+        if any(block >= len(self.blocks) for block in plan.blocks_on_device):
+            return False  # a plan for a model that had more blocks
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
         staged, moved = self.staging_bytes(plan.slots), plan.activation_bytes

@@ -112,6 +112,11 @@ class Attachment:
         """The attached model; None once it was collected."""
         return self._model()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 gathers parameters, so that modules have others than the optimizer for a while."""
+        return bool(self._groups)
+
     def surround(self, offload: Any) -> None:
         """If saved tensors move, call `begin` and `end` of `offload` around each forward, even one that raises."""
         amount, model, reference = self._amount, self._model(), weakref.ref(offload)  # a model keeps no optimizer alive

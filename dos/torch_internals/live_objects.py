@@ -1,4 +1,4 @@
-"""Modules of the process, by the garbage collector.
+"""Modules and optimizers of the process, by the garbage collector.
 
 No hook runs when a parameter is replaced: `fully_shard` writes to `module._parameters`, past the hooks on registration
 (`register_module_parameter_registration_hook`). Torch 2.6 to 2.13.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 
+import torch
 from torch import Tensor, nn
 
 
@@ -21,3 +22,11 @@ def parameters_of_all_modules() -> list[Tensor]:
 def modules_of(kind: type[nn.Module]) -> list[nn.Module]:
     """Return the modules of a class that exist; takes some 50 ms."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def parameters_of_all_optimizers() -> list[Tensor]:
+    """Return the parameters of all optimizers of the process, ours included; takes as long."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    lists = [group["params"] for each in found for group in getattr(each, "param_groups", ())]
+    # By the method of `list`, which waits for no update.
+    return [p for each in lists for p in (list.__iter__(each) if isinstance(each, list) else each)]

@@ -12,7 +12,7 @@ from dos.devices import Device
 from dos.machine.host_memory import check_host_memory
 from dos.parameters.registry import Registry
 from dos.parameters.watching import check_hooks
-from dos.state.arena import aligned
+from dos.state.arena import Arena, aligned
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.torch_internals.module_parameters import move_buffers, parameters_of
@@ -59,6 +59,7 @@ class WeightHomes:
         before = stream_of(model)
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
+        self._check_state(model, [[m.parameter for m in mine] for mine in members.values()])
         # Hooks of the former stream would set copies that no transfer fills any more. All checks come before this.
         if before is not None:
             before.detach()
@@ -147,6 +148,25 @@ class WeightHomes:
                     "optimizer.state_dict(), build a new optimizer, attach the model and load it there"
                 )
         check_host_memory(nbytes)
+
+    def _check_state(self, model: nn.Module, blocks: Sequence[Sequence[Tensor]]) -> None:
+        """Raise RuntimeError where the model has changed so that a block's state is no longer the block's alone."""
+        record, block_of = self._registry.record, dict[Arena, int]()
+        for number, parameters in enumerate(blocks):
+            trained = [p for p in parameters if p.requires_grad]
+            known = [p for p in trained if record(p) is not None]
+            if known and len(known) < len(trained):
+                found = next(p for p in trained if record(p) is None)
+                raise _changed(found, "has no state yet, and others of its block have")
+            for p in parameters:
+                mine = record(p)
+                if mine is not None and block_of.setdefault(mine.arena, number) != number:
+                    raise _changed(p, "has its state beside that of another block's parameters")
+        inside = {id(p) for parameters in blocks for p in parameters}
+        for p in parameters_of(model):
+            mine = record(p)
+            if mine is not None and mine.arena.weights and id(p) not in inside:
+                raise _changed(p, "was one of a block's weights, and is now used by several blocks or by none")
 
     def _move_rest(self, model: nn.Module, streamed: Collection[int]) -> None:
         """Move parameters of no block, and all buffers, to the device."""
@@ -247,3 +267,10 @@ class WeightHomes:
 
     def _is_frozen(self, parameter: Tensor) -> bool:
         return self._registry.record(parameter) is None
+
+
+def _changed(parameter: Tensor, how: str) -> RuntimeError:
+    return RuntimeError(
+        f"a parameter of shape {tuple(parameter.shape)} {how}, because modules were changed after weights began to "
+        "stream; save optimizer.state_dict(), build a new optimizer, attach the model and load it there"
+    )

@@ -358,3 +358,11 @@ def test_the_number_of_blocks_that_stay_is_as_good_as_any_fixed_one(case: tuple[
         plan = adaptive(fixed, profile)
         assert len(plan.blocks_on_device) == count
         assert not fixed.has_room(plan) or found <= 1.03 * makespan(plan, load, profile, WHOLE)
+
+
+def test_a_plan_for_a_model_that_had_more_blocks_has_no_room() -> None:
+    """The planner remembers plans, and blocks were removed."""
+    plan = dataclasses.replace(cpu_only(layers(3)), blocks_on_device=frozenset([0, 2]))
+    assert layers(3).has_room(plan)
+    fewer = layers(3)
+    assert not dataclasses.replace(fewer, blocks=fewer.blocks[:2]).has_room(plan)

@@ -1,0 +1,145 @@
+"""Models that are attached again after user code has changed their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, assert_close_ulp, batch, bits
+
+
+class Blocks(nn.Module):
+    """Blocks of one linear layer each, and a head."""
+
+    def __init__(self, count: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24) for _ in range(count)])
+        self.head = nn.Linear(24, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return self.head(x)
+
+
+def streaming(model: nn.Module, **settings: Any) -> DOSAdam:
+    device = EmulatedDevice(FAST, capacity=10**9)
+    return DOSAdam(model.parameters(), lr=0.01, device=device, offload_gradients=True, subgroup_size=300, **settings)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int = 2) -> None:
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def replace_weight(model: Blocks, optimizer: torch.optim.Optimizer) -> None:
+    old, new = model.blocks[1].weight, nn.Parameter(torch.full((24, 24), 0.01))
+    model.blocks[1].weight = new
+    group = optimizer.param_groups[0]
+    group["params"] = [new if p is old else p for p in group["params"]]
+    optimizer.state.pop(old, None)  # else no state dict could be saved, as with AdamW
+
+
+def tie(model: Blocks, _: Any) -> None:
+    model.blocks[2].weight = model.blocks[1].weight
+
+
+def use_outside(model: Blocks, _: Any) -> None:
+    model.head.register_parameter("also", model.blocks[3].bias)
+
+
+def remove(model: Blocks, _: Any) -> None:
+    del model.blocks[3]
+
+
+def remove_both(model: Blocks, optimizer: torch.optim.Optimizer) -> None:
+    gone = set(map(id, model.blocks[3].parameters()))
+    del model.blocks[3]
+    group = optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if id(p) not in gone]
+
+
+def append(model: Blocks, optimizer: torch.optim.Optimizer) -> None:
+    model.blocks.append(nn.Linear(24, 24))
+    nn.init.eye_(model.blocks[-1].weight)
+    nn.init.zeros_(model.blocks[-1].bias)
+    optimizer.add_param_group({"params": list(model.blocks[-1].parameters())})
+
+
+def exchange_blocks(model: Blocks, _: Any) -> None:
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+
+
+def freeze(model: Blocks, _: Any) -> None:
+    model.blocks[1].requires_grad_(False)
+
+
+@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
+@pytest.mark.parametrize("change", [remove, remove_both, append, exchange_blocks, freeze])
+def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], None], weights: Any) -> None:
+    ends = []
+    for ours in (True, False):
+        model = Blocks()
+        optimizer: Any = streaming(model) if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
+        if ours:
+            optimizer.attach(model, weights=weights)
+        steps(model, optimizer, 0)
+        change(model, optimizer)
+        if ours:
+            optimizer.attach(model, weights=weights)
+        steps(model, optimizer, 2)
+        if ours:
+            optimizer.synchronize()
+        ends.append([p.detach() for p in model.parameters()])
+    assert_close_ulp(*ends, 256)
+
+
+@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (replace_weight, r"\(24, 24\) has no state yet, and others of its block have"),
+        (tie, r"\(24, 24\) was one of a block's weights, and is now used by several blocks or by none"),
+        (use_outside, r"\(24,\) was one of a block's weights, and is now used by several blocks or by none"),
+    ],
+)
+def test_what_attach_cannot_follow_it_refuses_before_anything_changes(
+    change: Callable[[Any, Any], None], error: str, weights: Any
+) -> None:
+    model = Blocks()
+    optimizer = streaming(model)
+    optimizer.attach(model, weights=weights)
+    steps(model, optimizer, 0)
+    change(model, optimizer)
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match=error):
+        optimizer.attach(model, weights=weights)
+    assert bits(model.parameters()) == before
+    # As the message says.
+    saved = optimizer.state_dict()
+    again = streaming(model)
+    again.attach(model, weights=weights)
+    if change is not replace_weight and len(saved["param_groups"][0]["params"]) == len(list(model.parameters())):
+        again.load_state_dict(saved)
+    steps(model, again, 2)
+    again.synchronize()
+    assert bits(model.parameters()) != before
+
+
+def test_blocks_that_are_cut_otherwise_are_refused_where_they_share_state() -> None:
+    layers = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+    optimizer = streaming(layers)
+    halves = nn.Sequential(layers[:2], layers[2:])
+    optimizer.attach(halves, weights=0, blocks=list(halves))
+    halves(batch(0)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has its state beside that of another block's parameters"):
+        optimizer.attach(layers, weights=0, blocks=list(layers))
