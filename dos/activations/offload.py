@@ -26,7 +26,7 @@ from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.planning.forecast import Room
 from dos.sharding.local import holds_wrapper, is_sharded, local
-from dos.torch_internals.modes import next_node
+from dos.torch_internals.modes import check_saved_tensors_hooks, next_node
 from dos.torch_internals.tensors import base_of, storage_address, unwrapped
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
@@ -201,6 +201,7 @@ class ActivationOffload:
         self.end(key)  # after Ctrl-C in a forward torch calls no hook at its end
         if not torch.is_grad_enabled() or self._is_recorded():
             return
+        check_saved_tensors_hooks()
         forward = SavedByForward(self._chosen(amount), timed=amount == "auto" and bool(self._last) and not self._groups)
         if amount == "auto":
             self._recent.add(forward)

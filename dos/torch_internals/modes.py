@@ -28,6 +28,17 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread runs, the innermost one where they are nested; -1: none."""
 
 
+def check_saved_tensors_hooks() -> None:
+    """Raise RuntimeError within torch.func.grad, vjp, jacrev, hessian, whose graphs have no hooks on saved tensors."""
+    functorch = torch._C._functorch
+    if any(each.key() == functorch.TransformType.Grad for each in functorch.get_interpreter_stack() or ()):
+        raise RuntimeError(
+            "an attached model ran within torch.func.grad, vjp, jacrev or hessian, which do not support the hooks on "
+            "saved tensors of attach(activations=) and attach(weights=); use torch.autograd.grad, or attach the model "
+            "without them"
+        )
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Call `call` when the backward that runs, the innermost one, ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -129,6 +129,19 @@ def tensors_in(arguments: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
 
+def hidden_tensors(arguments: Any, depth: int = 4) -> list[Tensor]:
+    """Return the tensors in attributes of objects that torch does not know, such as those of a dataclass."""
+    found: list[Tensor] = []
+    for leaf in tree_leaves(arguments) if depth else ():
+        if isinstance(leaf, Tensor | nn.Module | type | types.FunctionType | types.ModuleType):
+            continue
+        slots = [vars(kind).get("__slots__", ()) for kind in type(leaf).__mro__]
+        names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+        values = [*getattr(leaf, "__dict__", {}).values(), *(getattr(leaf, name, None) for name in names)]
+        found += [*tensors_in(values), *hidden_tensors(values, depth - 1)]
+    return found
+
+
 class _Refusal:
     """A replacement of `module._apply` that raises; a copy or pickle of the module gets the method of its class."""
 
@@ -140,8 +153,8 @@ class _Refusal:
         self._refuse()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        module = self._module()
-        return types.MethodType, (nn.Module._apply if module is None else type(module)._apply, module)
+        # By name, as pickle knows no type of methods. The copy has no attributes yet, so that this is of its class.
+        return getattr, (self._module(), "_apply")
 
 
 def refuse_to_move(module: nn.Module, refuse: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 Clipping is a function of gradients, which calls no module and no optimizer. `zero_grad` of modules and of optimizers
 sets an attribute, which is None already where gradients are on the host. DistributedDataParallel broadcasts
 parameters when it is built, and at the end of `join()`, after all hooks of the model and of `Join`. It tells nobody
-that it exists.
+that it exists. Backward that is given `inputs` knows tensors by identity, and calls no hook before it has run.
 """
 
 from __future__ import annotations
@@ -67,3 +67,14 @@ def call_before_broadcasts(call: Callable[[nn.Module], None]) -> None:
         return broadcast(module, *args, **kwargs)
 
     implementation._sync_module_states = call_and_broadcast
+
+
+def replace_run_backward(ours: Callable[..., Any]) -> None:
+    """Let each backward that user code begins call ours, with the function that it called before as the first argument.
+
+    Its further arguments are those of `torch.autograd.graph._engine_run_backward`, which `torch.autograd.backward` and
+    `grad` call.
+    """
+    # Not `backward` and `grad`, which other modules may have imported under any name.
+    before = torch.autograd._engine_run_backward
+    torch.autograd._engine_run_backward = functools.wraps(before)(functools.partial(ours, before))

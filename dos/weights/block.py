@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -27,7 +28,10 @@ class Block:
     number: its place among the blocks. nbytes: the size of its weights in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies.
     filled: whether the copies have values, or a transfer writes them. running: the number of its forwards that run.
-    touched: whether the backward that runs has used it. arenas: the arenas of trained parameters.
+    touched: whether the backward that runs has used it. due: how many of the forwards that it has recomputed it has yet
+        to pass. lent: whether the modules have the copies although the block does not run.
+    made: the outputs of the last forward, weakly. detached: whether another block has taken its place.
+    arenas: the arenas of trained parameters.
     places: the memory that its parameters must have, by their ids: homes, or the copies'; empty before they are moved.
     """
 
@@ -37,8 +41,9 @@ class Block:
         self.number = number
         self.members = members
         self.streams = True
-        self.filled = self.touched = False
-        self.running = 0
+        self.filled = self.touched = self.lent = self.detached = False
+        self.running = self.due = 0
+        self.made: list[weakref.ref[Tensor]] = []
         self.arenas: Collection[Arena] = ()
         self._device = device
         self._job: Job | None = None
@@ -174,11 +179,18 @@ class Block:
             return
         if self._job is not None and not self._joined:
             self.join()  # no forward has joined: the transfer would write to memory that the allocator gives away
-        self.filled = self.touched = False
+        self.filled = False
+        self.end_backward()
         self._job, self._joined = None, set()
         # Views that autograd has saved keep the storage object, without memory. Reading one before the next fetch would
         # be a fault, so `WeightStream.before_use` and `begins` fetch the block before.
         self._device.empty(self._buffer)
+
+    def end_backward(self) -> None:
+        """Forget what a backward has used, which has ended or raised."""
+        self.touched, self.due = False, 0
+        if self.lent and not self.running:
+            self.use_homes()
 
     def finish_reading(self) -> None:
         """Block until no transfer reads the homes, so that user code may write to them."""
@@ -201,6 +213,7 @@ class Block:
 
     def use_homes(self) -> None:
         """Set the homes as the parameters of the block's modules."""
+        self.lent = False
         # Before user code can read the copies: it would save, average or load into memory that is released.
         for member in self.members:
             for module, name in member.places:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections import deque
@@ -16,9 +17,16 @@ from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import exclusive
 from dos.parameters.hooks import module_hook
 from dos.parameters.watching import check_hooks
-from dos.torch_internals.modes import backward_number, in_backward, when_backward_ends
+from dos.torch_internals.modes import (
+    backward_number,
+    check_saved_tensors_hooks,
+    in_backward,
+    is_compiled,
+    when_backward_ends,
+)
 from dos.torch_internals.module_parameters import (
     end_waiting,
+    hidden_tensors,
     let_move,
     own_parameters,
     refuse_to_move,
@@ -27,6 +35,7 @@ from dos.torch_internals.module_parameters import (
 )
 from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
+from dos.weights.inputs import serve_inputs
 from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
@@ -66,6 +75,8 @@ class WeightStream:
         self._watcher = weakref.ref(watcher)
         self._lock = lock
         self._of = weakref.WeakKeyDictionary(blocks)
+        self._plain = weakref.WeakSet(module for module in blocks if not is_compiled(module))
+        """The modules of blocks that were not compiled when they were hooked."""
         self._by_storage = {block.storage: block for block in self.blocks}
         self._next = dict(itertools.pairwise(self.blocks))
         """The block that the last forward used after each block."""
@@ -105,6 +116,7 @@ class WeightStream:
                 wait_before_reading(each, reading)  # for good: copies are released before user code writes
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
+        serve_inputs(_copies_of)
 
     def all_copies(self) -> list[Tensor]:
         """Return the copies of all blocks."""
@@ -115,9 +127,16 @@ class WeightStream:
         """The homes by the ids of their copies."""
         return {id(c): m.parameter for b in self.blocks for c, m in zip(b.copies, b.members, strict=True)}
 
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """The copies by the ids of their homes."""
+        return {id(m.parameter): c for b in self.blocks for c, m in zip(b.copies, b.members, strict=True)}
+
     def detach(self) -> None:
         """Remove all hooks; the parameters stay where they are."""
         self.release_all()
+        for block in self.blocks:
+            block.detached = True
         for handle in self._handles:
             handle.remove()
         model = self._model()
@@ -156,9 +175,12 @@ class WeightStream:
         """Begin a forward of the model."""
         if in_backward():
             return  # the model itself is recomputed
+        self._refuse_compiled()
         # Copies that an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
+            self._backwards.clear()
             for block in self.blocks:
+                block.end_backward()
                 if block not in self._first or block.stale:
                     self._release(block)
             self._order = []
@@ -181,6 +203,14 @@ class WeightStream:
             if block not in self._last or not torch.is_grad_enabled():
                 self._release(block)
 
+    def _refuse_compiled(self) -> None:
+        """Raise RuntimeError if a block was compiled after it was hooked."""
+        if any(is_compiled(module) for module in self._plain):
+            raise RuntimeError(
+                "a block whose weights stream was compiled after attach(), so that torch.compile would trace the hooks "
+                "that fetch its weights; call optimizer.attach(model, weights=...) again, or compile blocks before it"
+            )
+
     def _ends(self) -> tuple[frozenset[Block], frozenset[Block]]:
         used = [block for block in dict.fromkeys(self._order) if block.streams]
         return frozenset(used[:WEIGHT_WINDOW]), frozenset(used[-WEIGHT_WINDOW:])
@@ -189,10 +219,13 @@ class WeightStream:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Fetch a block that is about to run, and set its copies."""
         block = self._of[module]
+        if block.lent:
+            block.use_homes()
         if not block.running:
             check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
             if not in_backward():
                 self.take_replaced(block)
+        check_saved_tensors_hooks()
         if self._device.capturing():
             raise RuntimeError(
                 "a CUDA graph is being captured, and its replays would not fetch weights that stream; capture no block "
@@ -206,17 +239,22 @@ class WeightStream:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
             self._order.append(block)
-        watcher = self._watcher()
-        if watcher is not None and block.streams:
-            # Some are read without a module that runs, as where attention reads its projection. Their versions rise
-            # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
-            watcher.finish_parameters([m.parameter for m in block.members])
+        self._finish(block)
         # Read here and not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1
         block.use_copies()
         if torch.is_grad_enabled():
-            self._watch_inputs(block, (args, kwargs))
+            watched = self._watch_inputs(block, (args, kwargs))
+            block.due += watched and in_backward()
+
+    def _finish(self, block: Block) -> None:
+        """Finish the updates of all parameters of a block that is about to run."""
+        watcher = self._watcher()
+        if watcher is not None and block.streams:
+            # Some are read without a module that runs, as where attention reads its projection. Their versions rise
+            # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
+            watcher.finish_parameters([m.parameter for m in block.members])
 
     @exclusive
     def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
@@ -229,31 +267,44 @@ class WeightStream:
             return
         block.use_homes()
         block.check_copies()
+        tensors = tensors_in(output)
+        if block.streams and any(self._block_of(each) is block for each in tensors):
+            raise RuntimeError(
+                f"the forward of a block, {type(module).__name__}, returned one of its own parameters or a view of it, "
+                "and its weights stream: the memory is released when the block has run; return a copy, such as "
+                "self.weight.clone(), or name other blocks with attach(blocks=)"
+            )
+        if torch.is_grad_enabled():
+            made = _with_gradient(tensors, output)
+            block.made = [weakref.ref(each) for each in made]
+            if not in_backward():
+                self._watch_outputs(block, made)
         if in_backward():
             return
-        if torch.is_grad_enabled():
-            self._watch_outputs(block, output)
         if block not in self._last or not torch.is_grad_enabled():
             self._release(block)
 
     # Backward.
 
-    def _watch_outputs(self, block: Block, output: Any) -> None:
+    def _watch_outputs(self, block: Block, made: Iterable[Tensor]) -> None:
         """Fetch the block when the gradient of its output is written: our hooks do not see all its saved tensors.
 
         User code's hooks on saved tensors within the block replace ours, and there are no hooks of ours where user code
         calls the block, or a part of the model, by itself.
         """
-        reference = weakref.ref(self)
 
+        # The graph keeps the stream: user code may delete the model before it calls backward.
         def begins(_: Tensor) -> None:
-            stream = reference()
-            if stream is not None and block.streams:
-                stream._use_saved(block)
+            if block.detached:
+                raise RuntimeError(
+                    "backward reached a block of a model that was attached again after this forward, so that the "
+                    "copies of its weights are others now; call attach() before forward, or after backward"
+                )
+            if block.streams:
+                self._use_saved(block)
 
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(begins)
+        for tensor in made:
+            tensor.register_hook(begins)
 
     def on_saving(self, tensor: Tensor) -> None:
         """Fetch blocks ahead that the host has updated since this block began. Called when autograd saves a tensor.
@@ -285,47 +336,72 @@ class WeightStream:
 
     @exclusive
     def _use_saved(self, block: Block) -> None:
+        if torch.is_grad_enabled() and in_backward():
+            raise RuntimeError(
+                "backward with create_graph=True reached a block whose weights stream; the graph that it makes, as for "
+                "a gradient penalty or a Hessian, would read weights after their memory was released; let all blocks "
+                "stay with attach(model, weights=1.0), or attach the model without weights="
+            )
         self._use_in_backward(block)
+
+    @exclusive
+    def lend(self, block: Block) -> None:
+        """Set the copies of a block for a part of it that backward recomputes."""
+        self._use_in_backward(block)
+        if not block.lent:
+            self._finish(block)
+            block.use_copies()
+            block.lent = True
 
     def _use_in_backward(self, block: Block) -> None:
         number = backward_number()
         # Once for each backward: a nested one, as of reentrant checkpointing, ends before the one around it.
         if number not in self._backwards and number != -1:
             self._backwards.add(number)
-            when_backward_ends(self._backward_ends)
+            when_backward_ends(functools.partial(self._backward_ends, number))
         self._use(block, self._before_that)
         block.touched = True
 
-    def _watch_inputs(self, block: Block, arguments: Any) -> None:
-        """Release the block in backward when the gradient of its input is written."""
-        tensors = [t for t in tensors_in(arguments) if t.requires_grad]
-        # A leaf has its gradient as soon as all nodes that read it have run, which need not be all nodes of the block.
-        made = [t for t in tensors if not t.is_leaf] or [t for t in tensors if not isinstance(t, nn.Parameter)][:1]
-        reference = weakref.ref(self)
+    def _watch_inputs(self, block: Block, arguments: Any) -> bool:
+        """Release the block in backward when the gradient of its input is written; return whether there is such one."""
+        found = _with_gradient(tensors_in(arguments), arguments)
+        made = [t for t in found if not t.is_leaf]
+        # Where a block runs twice in a row, the gradient of what is between is not the end of its use.
+        own = [reference() for reference in block.made]
+        watched = [t for t in made if not any(t is each for each in own)]
+        if not made:
+            watched = [t for t in found if not isinstance(t, nn.Parameter)][:1]
 
-        def passed(_: Tensor) -> None:
-            stream = reference()
-            if stream is not None:
-                stream._passed(block)
+        def passed(*_: Tensor) -> None:
+            self._passed(block)
 
-        for tensor in made:
-            tensor.register_hook(passed)
+        def ends(_: Tensor) -> None:
+            # A leaf, as the input of a reentrant checkpoint, has its gradient as soon as all nodes that read it have
+            # run, which need not be all nodes of the block: others compute gradients of weights.
+            when_backward_ends(passed)
+
+        for tensor in watched:
+            tensor.register_hook(passed if made else ends)
+        return bool(watched)
 
     @exclusive
     def _passed(self, block: Block) -> None:
         """Release the block, which backward has passed, and fetch the next one."""
-        if block.touched and not block.running and block not in self._first:
+        block.due = max(0, block.due - 1)
+        if block.touched and not block.running and not block.due and block not in self._first:
             self._release(block)
             self._fetch_ahead(block, self._before_that)
 
     @exclusive
-    def _backward_ends(self) -> None:
+    def _backward_ends(self, number: int) -> None:
         """Release blocks that backward has not passed, such as a block whose input needs no gradient."""
-        self._backwards.clear()
+        self._backwards.discard(number)
+        if self._backwards:
+            return  # this one ran within another one, which still needs them
         for block in self.blocks:
             if block.touched and not block.running and block not in self._first:
                 self._release(block)
-            block.touched = False
+            block.end_backward()
 
     # Transfers.
 
@@ -395,6 +471,7 @@ class WeightStream:
         """Release all blocks that stream. No forward and no backward may run."""
         self._backwards.clear()
         for block in self.blocks:
+            block.end_backward()
             if block.running:
                 block.running = 0
                 block.use_homes()
@@ -427,6 +504,8 @@ class WeightStream:
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""
         if block is not None:
+            if block.lent:
+                block.use_homes()
             self.release_homes([block])  # user code may write: copies would miss that, and a running transfer read half
         watcher = self._watcher()
         if watcher is not None:
@@ -436,6 +515,9 @@ class WeightStream:
 class _Reading:
     """Waits before a module's parameters are read, unless their block runs.
 
+    Backward that recomputes a part of a block, as with a checkpoint of a block's MLP, runs no hook of the block: its
+    modules have the copies then until it ends, or until user code reads them otherwise.
+
     block: the one to which they belong. The stream is referred to weakly, because the module refers to this.
     """
 
@@ -443,9 +525,28 @@ class _Reading:
         self._stream, self._parameters, self._block = weakref.ref(stream), parameters, block
 
     def before_reading(self, _: Iterable[Tensor | None]) -> None:
-        stream = self._stream()
-        if stream is not None and not (self._block is not None and self._block.running):
-            stream.before_reading(self._parameters, self._block)
+        stream, block = self._stream(), self._block
+        if stream is None or (block is not None and block.running):
+            return
+        # Hooks of backward run without a graph, forwards that it recomputes with one.
+        if block is not None and torch.is_grad_enabled() and in_backward():
+            stream.lend(block)
+        else:
+            stream.before_reading(self._parameters, block)
+
+
+def _copies_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return the copies of those of these parameters that are homes, by the ids of the parameters."""
+    wanted, streams = {id(p) for p in parameters}, list(_of_model.values())
+    return {home: copy for stream in streams for home, copy in stream.copies.items() if home in wanted}
+
+
+def _with_gradient(known: Sequence[Tensor], arguments: Any) -> list[Tensor]:
+    """Return the tensors that require grad, of these; if none does, in objects that torch does not know.
+
+    known: the tensors that torch finds in the arguments.
+    """
+    return [t for t in known if t.requires_grad] or [t for t in hidden_tensors(arguments) if t.requires_grad]
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dos.torch_internals.modes import (
     backward_number,
+    check_saved_tensors_hooks,
     disable_dynamo,
     in_backward,
     is_compiled,
@@ -118,3 +119,33 @@ def test_the_public_decorator_would_make_the_import_slow() -> None:
         arguments = [sys.executable, "-c", program.format(name)]
         found = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.strip()
         assert found == expected, f"torch.{name}: torch.compiler.disable may take its place in modes.py"
+
+
+def test_functional_transforms_take_no_hooks_on_saved_tensors() -> None:
+    """Those that make graphs; in others hooks work."""
+
+    def refused(x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match=r"within torch\.func\.grad"):
+            check_saved_tensors_hooks()
+        with pytest.raises(RuntimeError, match="saved tensor hooks"):
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__()
+        return x.sum()
+
+    def accepted(x: Tensor) -> Tensor:
+        check_saved_tensors_hooks()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return x.sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, lambda call: torch.func.vmap(torch.func.grad(call))):
+        transform(refused)(torch.ones(2, 2))
+    for transform in (torch.func.vmap, torch.func.jacfwd, lambda call: call):
+        transform(accepted)(torch.ones(2))
+
+
+def test_hooks_of_backward_see_whether_it_makes_a_graph() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[bool]()
+    y = x.sin()
+    y.register_hook(lambda _: seen.append(torch.is_grad_enabled()))
+    for create_graph in (False, True):
+        torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
+    assert seen == [False, True], CHANGED

@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dos.torch_internals.patches import call_before_broadcasts, call_when_built, replace_clipping, replace_method
+from dos.torch_internals.patches import (
+    call_before_broadcasts,
+    call_when_built,
+    replace_clipping,
+    replace_method,
+    replace_run_backward,
+)
 from tests.support.ranks import on_pair
 
 CHANGED = "torch has changed what dos/torch_internals/patches.py relies on"
@@ -108,3 +114,24 @@ def test_ddp_broadcasts_by_one_function_after_all_hooks() -> None:
         assert log == ["broadcast", *["forward"] * (1 + dist.get_rank()), "broadcast"], CHANGED
     finally:
         implementation._sync_module_states = before
+
+
+def test_each_backward_calls_what_took_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the arguments that dos/weights/inputs.py reads."""
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    from torch.autograd import backward, grad
+
+    found = []
+
+    def ours(
+        run: Any, outputs: Any, gradients: Any, retain: Any, create: Any, inputs: Any, *rest: Any, **more: Any
+    ) -> Any:
+        found.append((bool(retain), create, len(inputs or ()), [*rest, *more.values()]))
+        return run(outputs, gradients, retain, create, inputs, *rest, **more)
+
+    replace_run_backward(ours)
+    x = torch.ones(2, requires_grad=True)
+    grad(x.sum(), [x], allow_unused=True)
+    backward(x.sum(), inputs=[x])
+    x.sum().backward()
+    assert found == [(False, False, 1, [True, False]), (False, False, 1, [True, True]), (False, False, 0, [True, True])]

@@ -1,0 +1,57 @@
+"""Backward of chosen parameters, `backward(inputs=)` and `torch.autograd.grad()`, where weights stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dos.torch_internals.patches import replace_run_backward
+
+_UNUSED = (
+    "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+    "the desired behavior."
+)
+
+
+@functools.cache
+def serve_inputs(copies_of: Callable[[Sequence[Tensor]], dict[int, Tensor]]) -> None:
+    """Let backward of chosen parameters write, or return, the gradients of their copies, too.
+
+    copies_of: returns the copies of those of some tensors that have one, by the ids of the tensors.
+    """
+
+    def run(
+        run_backward: Callable[..., Any],
+        outputs: Sequence[Tensor],
+        gradients: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        rest = gradients, retain_graph, create_graph
+        copies = copies_of(inputs) if inputs else {}
+        if not copies:
+            return run_backward(outputs, *rest, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
+        found = run_backward(outputs, *rest, (*inputs, *copies.values()), True, accumulate_grad=accumulate_grad)
+        if accumulate_grad:
+            return found
+        of_copies = dict(zip(copies, found[len(inputs) :], strict=True))
+        result = tuple(_sum(g, of_copies.get(id(p)), p) for p, g in zip(inputs, found, strict=False))
+        if not allow_unreachable and any(each is None for each in result):
+            raise RuntimeError(_UNUSED)
+        return result
+
+    replace_run_backward(run)
+
+
+def _sum(gradient: Tensor | None, of_copy: Tensor | None, parameter: Any) -> Tensor | None:
+    """Return the sum of the gradients of a parameter and of its copy, where the parameter is."""
+    if of_copy is None:
+        return gradient
+    there = of_copy.to(parameter.device)
+    return there if gradient is None else gradient + there

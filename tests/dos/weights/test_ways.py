@@ -1,0 +1,379 @@
+"""Ways to reach a weight that streams, each with the bits of a model that stays, or refused at its first use."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, recomputed, start, train, whole
+from tests.support.devices import FaultyDevice
+from tests.support.training import bits, everything
+
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.filterwarnings("ignore:None of the inputs")]
+
+
+class Stack(nn.Module):
+    """Four blocks of a kind. run: how each runs."""
+
+    def __init__(self, kind: Callable[[], nn.Module], run: Callable[..., Any] = whole) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(0)
+        self.first = nn.Linear(24, 16)
+        self.blocks = nn.ModuleList(kind() for _ in range(4))
+        self.last = nn.Linear(16, 7)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Any = self.first(x)
+        for block in self.blocks:
+            found = self.run(block, found)
+        return self.last(getattr(found, "x", found))
+
+
+class Parts(nn.Module):
+    """Its second part reads weights past their module, and may be checkpointed alone."""
+
+    reentrant: bool | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.other = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def part(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(self.norm(x), self.other.weight, self.other.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.one(x))
+        return x + (self.part(y) if self.reentrant is None else checkpoint(self.part, y, use_reentrant=self.reentrant))
+
+
+class PartAgain(Parts):
+    reentrant = False
+
+
+class PartReentrant(Parts):
+    reentrant = True
+
+
+class Merged(nn.Module):
+    """Computes its weight, as merged LoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = (nn.Parameter(torch.randn(n, 16) / 8) for n in (16, 2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.base + self.down.t() @ self.up))
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(weight_norm(nn.Linear(16, 16)), nn.Tanh())
+
+
+class Unsaved(torch.autograd.Function):
+    """Keeps the weight itself: no hook on saved tensors sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, ...]:
+        return slopes[0] @ ctx.weight.t(), ctx.x.t() @ slopes[0]
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        return Unsaved.apply(torch.tanh(Unsaved.apply(x, self.one)), self.other)
+
+
+@dataclasses.dataclass
+class Output:
+    x: Tensor
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedOutput:
+    x: Tensor
+
+
+class Wraps(Keeps):
+    output: type = Output
+
+    def forward(self, x: Any) -> Any:
+        return self.output(super().forward(getattr(x, "x", x)))
+
+
+class WrapsInSlots(Wraps):
+    output = SlottedOutput
+
+
+class Slope(Parts):
+    """Runs a backward within its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.one(x))
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y + self.part(slope.detach())
+
+
+def twice_in_a_row(block: nn.Module, x: Tensor) -> Tensor:
+    return block(block(x))
+
+
+def twice_within(use_reentrant: bool) -> Callable[..., Any]:
+    return lambda block, x: checkpoint(lambda y: block(block(y).sin()), x, use_reentrant=use_reentrant)
+
+
+def unhooked(block: nn.Module, x: Tensor) -> Any:
+    """User code's hooks take the place of ours."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return block(x)
+
+
+WAYS: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
+    *((kind, run) for kind in (PartAgain, PartReentrant) for run in RUNS),
+    *((kind, run) for kind in (Merged, normed) for run in RUNS[1:]),
+    *((Merged, twice_within(each)) for each in (False, True)),
+    *((Keeps, run) for run in (*RUNS, twice_in_a_row)),
+    (Parts, unhooked),
+    (Wraps, unhooked),
+    (WrapsInSlots, whole),
+    (Slope, whole),
+]
+
+
+@pytest.mark.parametrize(("kind", "run"), WAYS)
+def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.Module], run: Any) -> None:
+    """No operation in a block reads its home, which on an emulated device would give the right bits."""
+
+    def end(weights: Any, again: Any = None) -> list[bytes]:
+        model = Stack(kind, run)
+        optimizer, touched = start(model, weights), HomesTouched(model)
+        for step in range(2):
+            with touched:
+                found = loss(model, step)
+            with touched.backward():
+                found.backward()
+            touched._inside = False
+            optimizer.step()
+            optimizer.zero_grad()
+            if again is not None:
+                optimizer.attach(model, weights=again)
+        assert weights != 0 or again is not None or not touched.found
+        return everything(model, optimizer)
+
+    assert end(0) == end(1, again=0) == end(None)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("weights", [0, 2])
+def test_inputs_that_require_grad(run: Any, weights: int) -> None:
+    """The first block's input is a leaf, whose gradient is there before all nodes of the block have run."""
+
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(Merged, run)
+        model.first = nn.Identity()
+        optimizer = start(model, weights)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        for _ in range(2):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*everything(model, optimizer), *bits([x.grad])]
+
+    assert end(weights) == end(None)
+
+
+def through_inputs(model: nn.Module, found: Tensor) -> None:
+    found.backward(inputs=list(model.parameters()))
+
+
+def through_some_inputs(model: nn.Module, found: Tensor) -> None:
+    found.backward(inputs=list(model.parameters())[3:9])
+
+
+def through_grad(model: nn.Module, found: Tensor) -> list[Tensor]:
+    return [*torch.autograd.grad(found, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+@pytest.mark.parametrize("way", [through_inputs, through_some_inputs, through_grad])
+def test_backward_of_chosen_parameters(way: Callable[..., list[Tensor] | None], weights: int) -> None:
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(Parts)
+        optimizer = start(model, weights)
+        found: list[Tensor] = []
+        for step in range(2):
+            found += way(model, loss(model, step)) or []
+            if not found:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*bits(found), *everything(model, optimizer)]
+
+    assert end(weights) == end(None)
+
+
+def test_parameters_that_a_loss_does_not_use() -> None:
+    model = Stack(Parts)
+    start(model, 0)
+    parameters = list(model.parameters())
+    unused = nn.Parameter(torch.ones(()))
+    with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+        torch.autograd.grad(loss(model, 0), [*parameters, unused])
+    found = torch.autograd.grad(loss(model, 0), [*parameters, unused], allow_unused=True)
+    assert [g is None for g in found] == [*(False for _ in parameters), True]
+
+
+def penalty(model: nn.Module) -> None:
+    x = inputs(0, model).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (slope.square().sum() + model(x).sum()).backward()
+
+
+@pytest.mark.parametrize("run", [whole, recomputed])
+def test_double_backward_is_for_blocks_that_stay(run: Any) -> None:
+    model, other = Stack(Parts, run), Stack(Parts, run)
+    optimizer, reference = start(model, 0), start(other, None)
+    with pytest.raises(RuntimeError, match="create_graph=True reached a block whose weights stream"):
+        penalty(model)
+    optimizer.zero_grad()
+    optimizer.attach(model, weights=1.0)
+    for each, its in ((model, optimizer), (other, reference)):
+        penalty(each)
+        its.step()
+    assert everything(model, optimizer) == everything(other, reference)
+
+
+class Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.weight.t()
+
+
+def test_a_block_that_returns_its_parameter() -> None:
+    def first(block: nn.Module, x: Tensor) -> Tensor:
+        found: Tensor = block(x)[0]
+        return found
+
+    model, other = Stack(Returns, first), Stack(Returns, first)
+    optimizer, reference = start(model, 0), start(other, None)
+    with pytest.raises(RuntimeError, match="Returns, returned one of its own parameters or a view of it"):
+        loss(model, 0)
+    optimizer.attach(model, weights=1.0)
+    train(model, optimizer, 1)
+    train(other, reference, 1)
+    assert everything(model, optimizer) == everything(other, reference)
+
+
+@pytest.mark.parametrize("weights", [0, 1.0])
+def test_backward_of_a_forward_from_before_attach(weights: float) -> None:
+    model = Stack(Parts)
+    optimizer = start(model, weights)
+    found = loss(model, 0)
+    optimizer.attach(model, weights=weights)
+    with pytest.raises(RuntimeError, match="a model that was attached again after this forward"):
+        found.backward()
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
+def test_backward_of_a_model_that_was_deleted() -> None:
+    """Of a block that ran by itself, so that no hook on saved tensors refers to what fetches its weights."""
+    found = []
+    for weights in (0, None):
+        model = Stack(Keeps)
+        optimizer = start(model, weights)
+        x = torch.ones(3, 16, requires_grad=True)
+        y = model.blocks[0](x).sum()
+        del model, optimizer
+        y.backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+def test_a_block_that_is_compiled_later() -> None:
+    model = Stack(Parts)
+    start(model, 0)
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(RuntimeError, match=r"was compiled after attach\(\)"):
+        loss(model, 0)
+
+
+def test_functional_transforms_that_take_no_hooks() -> None:
+    model = net(torch.float32)
+    optimizer = start(model, 0)
+    with pytest.raises(
+        RuntimeError, match=r"ran within torch.func.grad, vjp, jacrev or hessian, which do not support the hooks"
+    ):
+        torch.func.jacrev(lambda x: model(x).sum(0))(inputs(0, model))
+    with pytest.raises(RuntimeError, match=r"ran within torch.func.grad, vjp, jacrev or hessian"):
+        torch.func.grad(lambda x: model.blocks[0](x).sum())(torch.ones(3, 16))
+    train(model, optimizer, 1)
+
+
+def test_a_model_is_saved_whole() -> None:
+    model = Stack(Parts)
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    file = io.BytesIO()
+    torch.save(model.blocks, file)
+    torch.save({"model": model.blocks}, io.BytesIO())
+    saved = [torch.load(io.BytesIO(file.getvalue()), weights_only=False), pickle.loads(pickle.dumps(model.blocks))]
+    model.run = None  # a function of this module's, by reference
+    saved += [pickle.loads(pickle.dumps(model)).blocks]
+    for each in saved:
+        again = copy.deepcopy(pickle.loads(pickle.dumps(each.float())))
+        assert bits(again.parameters()) == bits(model.blocks.parameters())
+        again.half()
+
+
+class Pairs(Stack):
+    """Two blocks in one checkpoint wait for each other, and no hook sees what was recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i in (0, 2):
+            x = checkpoint(nn.Sequential(self.blocks[i], self.blocks[i + 1]), x, use_reentrant=False)
+        found: Tensor = self.last(x)
+        return found
+
+
+def read_all(model: Any, device: FaultyDevice) -> None:
+    """In backward, of all blocks."""
+    for block in model.blocks:
+        block.norm.register_full_backward_hook(lambda *_: [each.one.weight.sum() for each in model.blocks] and None)
+
+
+def deny(*numbers: int) -> Callable[..., None]:
+    return lambda model, device: device.fail("refill", *numbers)
+
+
+@pytest.mark.parametrize("disturb", [read_all, deny(5, 6)])
+def test_a_block_that_backward_uses_is_kept(disturb: Callable[..., None]) -> None:
+    """Where user code reads homes, and where the device denies memory for another block."""
+    model, other, device = Pairs(Parts), Pairs(Parts), FaultyDevice(torch.OutOfMemoryError)
+    optimizer, reference = start(model, 0, device=device), start(other, None)
+    disturb(model, device)
+    for each, its in ((model, optimizer), (other, reference)):
+        train(each, its, 1, micro_batches=1)
+    assert everything(model, optimizer) == everything(other, reference)
