@@ -28,6 +28,7 @@ from dos.state.host_store import HostStore
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from perfmodel import SubgroupLoad
+from perfmodel.format import MASTER
 
 
 class Registry:
@@ -318,8 +319,9 @@ class Registry:
     def _reads_copy(self, record: ParameterRecord) -> bool:
         """Return whether the next update may read a master, or parameters that are staged on the host."""
         arena = record.arena
-        staged = not arena.streams and any(piece in subgroup.newest for subgroup, piece in self.places[record])
-        return arena.accelerated and (staged or arena.format.master is not None)
+        if not arena.accelerated or MASTER in arena.format.names:
+            return arena.accelerated
+        return not arena.streams and any(piece in subgroup.newest for subgroup, piece in self.places[record])
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""
