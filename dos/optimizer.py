@@ -18,7 +18,7 @@ from dos.arguments import flag
 from dos.devices import Device, checked_device
 from dos.gradients.torch_clipping import watch_clipping
 from dos.gradients.zeroing import watch_zeroing, zero_grad_of_optimizers
-from dos.guard import exclusive
+from dos.guard import shell
 from dos.options import Options, folders_of
 from dos.parameters.hooks import check_model
 from dos.parameters.loading import checked, to_be_filled
@@ -221,7 +221,7 @@ class DOSAdam(Optimizer):
         # A forward that was called before may still read weights at home, to which user code may write after this.
         self._session.release_homes()
 
-    @exclusive
+    @shell
     def attach(
         self,
         model: nn.Module,
@@ -292,7 +292,7 @@ class DOSAdam(Optimizer):
             raise TypeError(f"expected a DistributedDataParallel model, found {type(model).__name__}")
         watch_buckets(model, self._session, comm_hook, comm_state)
 
-    @exclusive
+    @shell
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as in AdamW. Offloaded gradients are discarded either way."""
         if not set_to_none and self._session.unfinished:
@@ -370,10 +370,12 @@ class DOSAdam(Optimizer):
         self._session.groups = groups
 
     @property
+    @shell
     def state(self) -> defaultdict[Tensor, Any]:
         """AdamW's state by parameter, up to date: reading an entry first copies resident state to the host.
 
-        Raises RuntimeError if a change failed part way, so that user code reads no torn state. Reading an entry raises
+        Raises RuntimeError if a change failed part way, so that user code reads no torn state, within another call of
+        the same thread, and in a forked child that lacks pinned memory. Reading an entry raises
         dos.disk.DiskError if another program has changed its state on disk.
         """
         self._session.guard.check()
@@ -385,7 +387,7 @@ class DOSAdam(Optimizer):
         self._session.install_state(state)
 
     @disable_dynamo
-    @exclusive
+    @shell
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict as AdamW's, with live views of the state, which is copied to the host as by ``state``.
 

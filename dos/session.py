@@ -37,6 +37,7 @@ from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
 from dos.sharding.meshes import Meshes
+from dos.signals import look_at_all
 from dos.state.own_storage import overlap_with
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -124,7 +125,7 @@ class Session:
     def admit(self, group: Group) -> None:
         """Take one of the groups in. Raises TypeError, ValueError or MemoryError if it cannot be optimised."""
         self.registry.admit(group)
-        group["params"] = GroupParameters(group["params"], self.synchronize)
+        group["params"] = GroupParameters(group["params"], self.before_reading_lists)
         self._set_up_device()
         self._waiting |= {id(p) for p in group["params"] if self.registry.devices.awaits(p)}
         if self._waiting and self._refusal is None:
@@ -160,6 +161,7 @@ class Session:
                 "step() was called while a CUDA graph is being captured, whose replays would not decide, count or move "
                 "anything; capture forward and backward alone, and call step() after each replay"
             )
+        look_at_all()
         # First, because the host may still update from the memory to which this step sends its gradients.
         self._end_last_step()
         if self.weights is not None:
@@ -454,6 +456,13 @@ class Session:
                 for parameters in self._lists():
                     parameters.wait()
 
+    def before_reading_lists(self) -> None:
+        """Wait before user code reads a group's list; our own code, which reads them within calls, needs no wait."""
+        with self._lock:
+            within = self._lock.entered
+        if not within:
+            self.synchronize()
+
     def _lists(self) -> list[GroupParameters]:
         """Return the groups' lists of parameters, without those that user code has set."""
         return [group["params"] for group in self.groups if isinstance(group["params"], GroupParameters)]
@@ -472,11 +481,16 @@ class Session:
                 return False
         return not self.capturing()
 
-    @entry(*ANY)
+    @entry(*ANY, hook=True)
     def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        if self.capturing():
-            raise RuntimeError(_CAPTURED)
-        self._join(parameters)
+        self.finish_within(parameters)
+
+    def finish_within(self, parameters: Iterable[Tensor]) -> None:
+        """Do the same within a hook that has the lock."""
+        if self.ledger.pending:
+            if self.capturing():
+                raise RuntimeError(_CAPTURED)
+            self._join(parameters)
 
     def _join(self, parameters: Iterable[Tensor]) -> None:
         here = None if self.on_device is None else self.on_device.device.caller()
@@ -574,7 +588,7 @@ class Session:
         if record is not None:
             self.registry.offloaded.left.add(record)
 
-    @entry(*ANY)
+    @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
         if self.registry.offloaded.enabled and leaf is self.registry.leaf(parameter):
             self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
@@ -612,7 +626,7 @@ class Session:
             raise
 
     @torch.no_grad()
-    @entry(*ANY)
+    @entry(*ANY, hook=True)
     def gradients_reduced(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Send the gradients of a bucket, which DDP sets as `grad` when backward ends. DDP's hook calls this."""
         if self.on_device is None or self.registry.offloaded.enabled:
@@ -658,6 +672,8 @@ class Session:
 
     def _offload_the_rest(self) -> None:
         """Redistribute gradients to the placements of their parameters; if gradients are offloaded, offload all."""
+        if self.guard.lost:
+            self.guard.check()
         self.registry.agree(self.groups)
         self._renew_hooks()
         self.registry.place_gradients(self.groups)
@@ -799,7 +815,7 @@ class Session:
             if warn_of_successors(model, own, gone):
                 self._looked_for.update(map(id, gone))  # once
 
-    @entry(*UNBROKEN)
+    @entry(*UNBROKEN, enters=False)
     def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightHomes:
         """Move the model's blocks into their homes, and let them stream. Raises as `WeightHomes.move_in`."""
         device = self.registry.devices.open()
@@ -840,7 +856,7 @@ class Session:
         if self.ledger.pending:
             self._finish_homes(parameters)
 
-    @entry(*ANY)
+    @entry(*ANY, hook=True)
     def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
         at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
         # User code reads the homes on the host, which the flushes of these jobs write.
@@ -894,7 +910,7 @@ class Session:
         """Replace state and groups, both or neither."""
         gone = self.reconciler.lacking_fields(groups)
         if gone:
-            self.settle_state([*self.parameters])
+            self._settle_state([*self.parameters])
             lies_in_state = overlap_with(self.registry.state_memory())
             for p in self.parameters:  # the loaded tensors may lie in the arenas that are released below
                 copy_live(state.get(p, {}), {}, lies_in_state)
@@ -914,6 +930,9 @@ class Session:
     @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:
         """Expose the state before user code changes entries, or reads those of the parameters `read`."""
+        self._settle_state(read)
+
+    def _settle_state(self, read: Collection[Tensor]) -> None:
         self._bring_home()
         self.registry.homes.expose(self.registry.subgroups_of(read))
         for record in self.registry.records.values():

@@ -21,7 +21,7 @@ from dos.activations.pool import HostPool
 from dos.activations.saved import MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
 from dos.arguments import is_number, share_or_count
 from dos.devices import Device, Job, Mark, memory_of
-from dos.guard import exclusive
+from dos.guard import outer_hook
 from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.planning.forecast import Room
@@ -192,7 +192,7 @@ class ActivationOffload:
             return self.device.memory().total
         return max(0, available // local_ranks() - self._state_to_come())
 
-    @exclusive
+    @outer_hook
     def begin(self, key: object, amount: Amount, known: Iterable[Tensor]) -> None:
         """Begin a forward in this thread. No tensor moves if autograd makes no graph, or if a graph is captured.
 
@@ -217,7 +217,7 @@ class ActivationOffload:
         hooks.__enter__()
         self._stack.append((key, hooks, forward, amount))
 
-    @exclusive
+    @outer_hook
     def end(self, key: object) -> None:
         """End the forward, even one that raised; do nothing if it has not begun."""
         stack = self._stack
@@ -308,7 +308,7 @@ class ActivationOffload:
         return self.device.capturing() or _is_traced()
 
     @torch.no_grad()
-    @exclusive
+    @outer_hook
     def _save(self, tensor: Any, part: Tensor, forward: SavedByForward) -> Packed:
         where, node = _range(part), _node()
         saved = forward.find(where, tensor)
@@ -336,7 +336,7 @@ class ActivationOffload:
         self.device.keep(part)
         return Packed(tensor, part, saved)
 
-    @exclusive
+    @outer_hook
     def _send_waiting(self, forward: SavedByForward, saving: Node | None = None) -> None:
         """Start the copies for operations that have run: for all but `saving`, which packs a tensor now.
 
@@ -411,7 +411,7 @@ class ActivationOffload:
         return packed.tensor
 
     @torch.no_grad()
-    @exclusive
+    @outer_hook
     def _fetch(self, packed: Packed) -> Tensor:
         saved = packed.saved
         forward = saved.forward

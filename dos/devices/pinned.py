@@ -59,6 +59,7 @@ class _Mapped:
         self._pages = weakref.ref(pages)
         self._mapping = mapping
         self._offset = offset
+        self._owner = os.getpid()
 
     def register(self, first: int, end: int, device: torch.device) -> str:
         """Pin these addresses as one region, for all devices.
@@ -85,6 +86,10 @@ class _Mapped:
         """Return the regions that begin in this range, from first byte to end, in order."""
         # Over a copy: any thread may ask.
         return sorted((start, stop) for start, (stop, _) in [*self._regions.items()] if first <= start < end)
+
+    def lost(self, first: int, end: int) -> bool:
+        """Return whether pages of this range are missing here, a forked child of the process that has pinned them."""
+        return os.getpid() != self._owner and any(a < end and first < b for a, (b, _) in self._regions.items())
 
     def unregister(self, first: int, end: int) -> list[tuple[int, int]]:
         """Undo `register` for all regions in this range; return them in order."""
@@ -278,6 +283,12 @@ def unpin(tensor: Tensor, unused: Tensor) -> None:
     mapped.unregister(address, address + tensor.nbytes)
     if unused.nbytes:
         mapped.advise(mmap.MADV_DONTNEED, unused.data_ptr(), unused.nbytes)
+
+
+def lost(tensor: Tensor) -> bool:
+    """Return whether this process is a forked child that lacks memory of the tensor, because its parent pinned it."""
+    mapped = _mapping_of(tensor)
+    return mapped is not None and mapped.lost(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
 
 
 def pinned_parts(tensor: Tensor) -> list[slice]:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from dos.devices import Copy, Device, Job
-from dos.devices.pinned import excess
+from dos.devices.pinned import excess, lost
 from dos.machine.host_memory import check_host_memory, left_of_share
 from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
@@ -54,6 +54,11 @@ class HostStore:
     def pinned_bytes(self) -> int:
         """Bytes of these that a CUDA runtime has pinned."""
         return sum(tensor.pinned_bytes for tensor in self._tensors) + self.windows.pinned_bytes
+
+    @property
+    def lost(self) -> bool:
+        """Whether this process is a forked child, which lacks memory that its parent pinned."""
+        return any(lost(tensor.tensor) for tensor in self._tensors)
 
     def lower_share(self) -> None:
         """Lower a limit that is a share to the memory that is left: another optimizer may have taken some since."""

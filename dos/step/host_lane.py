@@ -51,13 +51,13 @@ class Turns:
         self._changed = Condition()
         self._waiting: deque[Turn] = deque()
         self._closed = False
-        self._given = self._updated = self._ended = 0
+        self._taken = self._updated = self._ended = 0
 
     def give(self, turn: Turn) -> None:
         """Hand over the next turn."""
         with self._changed:
+            # The only change: after an exception before or behind it, as of Ctrl-C, nobody waits in vain.
             self._waiting.append(turn)
-            self._given += 1
             self._changed.notify_all()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -70,7 +70,7 @@ class Turns:
     def wait(self) -> None:
         """Block until all turns that were handed over have ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended == self._given)
+            self._changed.wait_for(lambda: not self._waiting and self._ended == self._taken)
 
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
@@ -78,7 +78,8 @@ class Turns:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
                 return None
-            return self._given - len(self._waiting), self._waiting.popleft()
+            self._taken += 1
+            return self._taken - 1, self._waiting.popleft()
 
     @contextmanager
     def place(self, place: int) -> Iterator[None]:

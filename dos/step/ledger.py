@@ -644,6 +644,7 @@ class Ledger:
         """Renew threads, which a forked child does not inherit."""
         self._beside.renew()
         if self._open:
+            self._guard.lost |= self.stores.host.lost
             self.lane.renew()
             if self.stores.disk is not None:
                 self.stores.disk.renew()

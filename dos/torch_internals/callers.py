@@ -11,7 +11,7 @@ from traceback import walk_stack
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 
@@ -52,6 +52,13 @@ def calling_scaler() -> ScalerStep | None:
             states = scaler._per_optimizer_states[id(frame.f_locals["optimizer"])]
             return ScalerStep(scaler, states["found_inf_per_device"])
     return None
+
+
+def runs_within_itself(module: nn.Module) -> bool:
+    """Return whether a call of the module runs in this thread within another one, as in the handler of a signal."""
+    call = nn.Module.__call__.__code__
+    calls = (f for f, _ in walk_stack(sys._getframe()) if f.f_code is call and f.f_locals.get("self") is module)
+    return sum(1 for _ in calls) > 1
 
 
 def makes_state() -> bool:

@@ -28,6 +28,7 @@ class Block:
     number: its place among the blocks. nbytes: the size of its weights in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies.
     filled: whether the copies have values, or a transfer writes them. running: the number of its forwards that run.
+    lost: whether this process is a forked child that lacks memory of its homes.
     touched: whether the backward that runs has used it. due: how many of the forwards that it has recomputed it has yet
         to pass. lent: whether the modules have the copies although the block does not run.
     made: the outputs of the last forward, weakly. detached: whether another block has taken its place.
@@ -41,7 +42,7 @@ class Block:
         self.number = number
         self.members = members
         self.streams = True
-        self.filled = self.touched = self.lent = self.detached = False
+        self.filled = self.touched = self.lent = self.detached = self.lost = False
         self.running = self.due = 0
         self.made: list[weakref.ref[Tensor]] = []
         self.arenas: Collection[Arena] = ()

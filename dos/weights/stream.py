@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dos.devices import Device, Job, Mark, memory_of
-from dos.guard import exclusive
+from dos.devices.pinned import lost
+from dos.guard import hook, outer_hook, renewed
 from dos.parameters.hooks import module_hook
 from dos.parameters.watching import check_hooks
+from dos.torch_internals.callers import runs_within_itself
 from dos.torch_internals.modes import (
     backward_number,
     check_saved_tensors_hooks,
@@ -36,6 +38,7 @@ from dos.torch_internals.module_parameters import (
 from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
 from dos.weights.inputs import serve_inputs
+from dos.weights.lost import SAID, Lost
 from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
@@ -117,6 +120,15 @@ class WeightStream:
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
         serve_inputs(_copies_of)
+        renewed.add(self)
+
+    def renew(self) -> None:
+        """Take the homes that a forked child lacks away from it: touching one would be a segmentation fault."""
+        for block in self.blocks:
+            for member in block.members:
+                if lost(member.parameter):
+                    block.lost = True
+                    member.parameter.__class__ = Lost  # for references of user code, which ask no module
 
     def all_copies(self) -> list[Tensor]:
         """Return the copies of all blocks."""
@@ -170,12 +182,15 @@ class WeightStream:
 
     # Forward.
 
-    @exclusive
-    def _begin(self, _: nn.Module) -> None:
+    @hook
+    def _begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
         if in_backward():
             return  # the model itself is recomputed
         self._refuse_compiled()
+        if self._forwards and not runs_within_itself(model):
+            self._forwards = 0  # Ctrl-C has ended the last forward, and torch calls no hook then
+            self._set_homes()
         # Copies that an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
             self._backwards.clear()
@@ -188,17 +203,18 @@ class WeightStream:
         self._graphs += torch.is_grad_enabled()
         self._last_run = None
 
-    @exclusive
+    @hook
     def _end(self, _: nn.Module) -> None:
         """End a forward, even one that raised."""
         if in_backward():
             return
         self._forwards = max(0, self._forwards - 1)
+        if self._forwards:  # a handler of a signal has evaluated the model within a forward, whose blocks run on
+            self._last_run = None
+            return
         self._first, self._last = self._ends()
+        self._set_homes()
         for block in self.blocks:
-            if block.running:
-                block.running = 0
-                block.use_homes()
             # Where autograd made no graph, no backward needs the last window.
             if block not in self._last or not torch.is_grad_enabled():
                 self._release(block)
@@ -215,7 +231,7 @@ class WeightStream:
         used = [block for block in dict.fromkeys(self._order) if block.streams]
         return frozenset(used[:WEIGHT_WINDOW]), frozenset(used[-WEIGHT_WINDOW:])
 
-    @exclusive
+    @hook
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Fetch a block that is about to run, and set its copies."""
         block = self._of[module]
@@ -254,18 +270,19 @@ class WeightStream:
         if watcher is not None and block.streams:
             # Some are read without a module that runs, as where attention reads its projection. Their versions rise
             # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
-            watcher.finish_parameters([m.parameter for m in block.members])
+            watcher.finish_within([m.parameter for m in block.members])
 
-    @exclusive
+    @hook
     def _after(self, module: nn.Module, args: Any, output: Any = None) -> None:
         """Set the homes after a block has run, or has raised, and release the block."""
         block = self._of[module]
         if not block.running:
             return  # torch calls this also where an earlier hook has raised, or `_before`
+        if block.running == 1:
+            block.use_homes()  # before the block counts as ended: some modules read their parameters as they are set
         block.running -= 1
         if block.running:
             return
-        block.use_homes()
         block.check_copies()
         tensors = tensors_in(output)
         if block.streams and any(self._block_of(each) is block for each in tensors):
@@ -334,7 +351,7 @@ class WeightStream:
         storage = memory_of(tensor)
         return None if storage is None else self._by_storage.get(storage_address(storage))
 
-    @exclusive
+    @hook
     def _use_saved(self, block: Block) -> None:
         if torch.is_grad_enabled() and in_backward():
             raise RuntimeError(
@@ -344,7 +361,7 @@ class WeightStream:
             )
         self._use_in_backward(block)
 
-    @exclusive
+    @outer_hook
     def lend(self, block: Block) -> None:
         """Set the copies of a block for a part of it that backward recomputes."""
         self._use_in_backward(block)
@@ -384,7 +401,7 @@ class WeightStream:
             tensor.register_hook(passed if made else ends)
         return bool(watched)
 
-    @exclusive
+    @hook
     def _passed(self, block: Block) -> None:
         """Release the block, which backward has passed, and fetch the next one."""
         block.due = max(0, block.due - 1)
@@ -392,7 +409,7 @@ class WeightStream:
             self._release(block)
             self._fetch_ahead(block, self._before_that)
 
-    @exclusive
+    @hook
     def _backward_ends(self, number: int) -> None:
         """Release blocks that backward has not passed, such as a block whose input needs no gradient."""
         self._backwards.discard(number)
@@ -449,7 +466,7 @@ class WeightStream:
                     self._moves.append(following.fetch(after))
                     room -= 1
 
-    @exclusive
+    @hook
     def _fetch_late(self) -> None:
         """Start to fetch the blocks that `_fetch_ahead` found not updated, while the block before them runs."""
         block, self._late = self._late, None
@@ -470,12 +487,18 @@ class WeightStream:
     def release_all(self) -> None:
         """Release all blocks that stream. No forward and no backward may run."""
         self._backwards.clear()
+        self._forwards = 0
+        self._set_homes()
         for block in self.blocks:
             block.end_backward()
-            if block.running:
-                block.running = 0
-                block.use_homes()
             self._release(block)
+
+    def _set_homes(self) -> None:
+        """Set the homes in blocks whose forward was not ended."""
+        for block in self.blocks:
+            if block.running:
+                block.use_homes()
+                block.running = 0
 
     def release_homes(self, blocks: Sequence[Block]) -> None:
         """Let user code write to the homes of these: wait until no transfer reads them, and release fetched copies."""
@@ -483,7 +506,7 @@ class WeightStream:
             self._release_unused(block)
             block.finish_reading()
 
-    @exclusive
+    @hook
     def _release_unused(self, block: Block) -> None:
         if not (block.running or block.touched):
             self._release(block)
@@ -503,6 +526,8 @@ class WeightStream:
 
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""
+        if block is not None and block.lost:
+            raise RuntimeError(SAID)
         if block is not None:
             if block.lent:
                 block.use_homes()

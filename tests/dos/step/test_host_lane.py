@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from dos.devices.base import HostJob
 from dos.state.device_store import DeviceStore
+from dos.step import host_lane
 from dos.step.futures import reject, resolve
 from dos.step.host_lane import HostLane, Turn, Turns
 from perfmodel import Lane, Op, Span
@@ -216,6 +218,40 @@ def test_a_fork_while_a_step_is_issued_waits_for_the_turns_that_were_given() -> 
     step(device).synchronize()
     assert children == [0]
     assert device.updated > 3
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_exception_as_a_turn_is_given_ends_the_step(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second Ctrl-C raises between any two lines."""
+
+    class Interrupted(deque[Any]):
+        def append(self, turn: Any) -> None:
+            given.append(turn)
+            second = len(given) == 2  # the lane has begun by then
+            if late or not second:
+                super().append(turn)
+            if second:
+                raise KeyboardInterrupt
+
+    given = list[Any]()
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=100, device=Waiting())
+    model(torch.ones(8, 24)).square().mean().backward()
+    monkeypatch.setattr(host_lane, "deque", Interrupted)
+    ended = list[BaseException]()
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert [type(error) for error in ended] == [KeyboardInterrupt], "step() hangs"
+    with pytest.raises(RuntimeError, match="step 0 was the last complete one"):
+        optimizer.step()
 
 
 def test_an_answer_that_comes_late_is_no_error() -> None:

@@ -198,8 +198,8 @@ def test_the_second_ctrl_c_ends_synchronize_at_once_and_the_next_call_waits() ->
 def test_ctrl_c_in_attach_takes_effect_once_the_model_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Attachment.__init__
 
-    def pressed(attachment: Attachment, *arguments: Any) -> None:
-        plain(attachment, *arguments)
+    def pressed(attachment: Attachment, *arguments: Any, **settings: Any) -> None:
+        plain(attachment, *arguments, **settings)
         press(1)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -215,7 +215,7 @@ def test_ctrl_c_in_attach_takes_effect_once_the_model_is_attached(monkeypatch: p
     device.returned.set()
 
 
-def test_a_handler_of_the_programs_own_is_left_alone() -> None:
+def test_a_handler_of_the_programs_own_is_there_after_each_call() -> None:
     seen = []
     before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
     try:

@@ -15,7 +15,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from dos.torch_internals.callers import TrueForScaler, calling_scaler, loads_full_state, makes_state, unflattens_state
+from dos.torch_internals.callers import (
+    TrueForScaler,
+    calling_scaler,
+    loads_full_state,
+    makes_state,
+    runs_within_itself,
+    unflattens_state,
+)
 
 CHANGED = "torch has changed what dos/torch_internals/callers.py relies on"
 
@@ -120,3 +127,20 @@ def test_torch_distributed_checkpoint_is_known_by_its_functions(options: StateDi
     mine.step()
     mine.state_dict()
     assert mine.seen == set()
+
+
+def test_a_module_that_runs_within_itself_is_known() -> None:
+    seen = []
+    outer, inner = nn.Sequential(nn.Identity()), nn.Sequential()
+    outer.register_forward_pre_hook(lambda module, _: seen.append(runs_within_itself(module)))
+    inner.append(outer)
+    outer(torch.ones(1))
+    inner(torch.ones(1))
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        outer(torch.ones(1))
+
+    handle = outer[0].register_forward_hook(again)
+    outer(torch.ones(1))
+    assert seen == [False, False, False, True], CHANGED
