@@ -858,6 +858,10 @@ class Session:
 
     @entry(*ANY, hook=True)
     def _finish_homes(self, parameters: Sequence[Tensor]) -> None:
+        self.finish_homes_within(parameters)
+
+    def finish_homes_within(self, parameters: Sequence[Tensor]) -> None:
+        """Do the same within another call of the optimizer."""
         at_home = [s for s in self.registry.subgroups_of(parameters) if s.arena.streams]
         # User code reads the homes on the host, which the flushes of these jobs write.
         for job in self.ledger.updates(at_home, wait=True) or ():

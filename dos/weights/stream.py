@@ -508,6 +508,10 @@ class WeightStream:
 
     @hook
     def _release_unused(self, block: Block) -> None:
+        self._release_within(block)
+
+    def _release_within(self, block: Block) -> None:
+        """Do the same within another call of the optimizer."""
         if not (block.running or block.touched):
             self._release(block)
 
@@ -518,9 +522,13 @@ class WeightStream:
         """
         found = block.replaced()
         if found:
-            self.before_reading(found, block)
-            block.take_replaced()
+            # As `before_reading`, within a call of the optimizer.
+            self._release_within(block)
+            block.finish_reading()
             watcher = self._watcher()
+            if watcher is not None:
+                watcher.finish_homes_within(found)
+            block.take_replaced()
             if watcher is not None:
                 watcher.relocated({id(p): block.places[id(p)] for p in found})
 
