@@ -153,11 +153,6 @@ class WeightHomes:
         """Raise RuntimeError where the model has changed so that a block's state is no longer the block's alone."""
         record, block_of = self._registry.record, dict[Arena, int]()
         for number, parameters in enumerate(blocks):
-            trained = [p for p in parameters if p.requires_grad]
-            known = [p for p in trained if record(p) is not None]
-            if known and len(known) < len(trained):
-                found = next(p for p in trained if record(p) is None)
-                raise _changed(found, "has no state yet, and others of its block have")
             for p in parameters:
                 mine = record(p)
                 if mine is not None and block_of.setdefault(mine.arena, number) != number:
@@ -167,6 +162,9 @@ class WeightHomes:
             mine = record(p)
             if mine is not None and mine.arena.weights and id(p) not in inside:
                 raise _changed(p, "was one of a block's weights, and is now used by several blocks or by none")
+        for mine in self._registry.records.values():
+            if mine.arena in block_of and id(mine.parameter) not in inside:
+                raise _changed(mine.parameter, "has its state beside that of a block's weights, and is none of them")
 
     def _move_rest(self, model: nn.Module, streamed: Collection[int]) -> None:
         """Move parameters of no block, and all buffers, to the device."""

@@ -174,7 +174,7 @@ def test_memory_is_told_as_if_all_stayed() -> None:
 def full_of_state(others: Callable[[], int]) -> tuple[nn.Module, DOSAdam, ActivationOffload, EmulatedDevice]:
     """Training on a device with room for all state and all saved tensors, and for EACH * 4 more."""
     parameters = sum(p.nbytes for p in Layers().parameters())
-    capacity = (4 * parameters + TOTAL + 4 * EACH) * 50 // 49  # with gradients, and two moments
+    capacity = (3 * parameters + TOTAL + 4 * EACH) * 50 // 49  # of parameters and two moments
     device = EmulatedDevice(FAST, capacity, occupied=lambda: parameters + others())
     model, optimizer, offload = start(policy="adaptive", device=device)
     for number in range(8):

@@ -175,11 +175,11 @@ def test_each_part_is_too_large(runtime: Runtime) -> None:
 
 
 def test_staging_and_state_that_streams_are_pinned_first(runtime: Runtime) -> None:
-    runtime.most_in_all = 50 * MIB
+    runtime.most_in_all = 42 * MIB
     optimizer, _ = trained(runtime, policy="stride:2")
     plan = optimizer.plan()
     assert plan is not None
-    assert runtime.pinned <= 42 * MIB
+    assert runtime.pinned <= 34 * MIB
     subgroups = session_of(optimizer).registry.accelerated
     (arena,) = {subgroup.arena for subgroup in subgroups}
     first = [(tensor, i) for i in plan.served(Placement.CPU) for tensor in arena.staging()]

@@ -47,7 +47,8 @@ def trained(
     streams: on which backward runs if not on the caller's. prepare: is called with each parameter before.
     """
     model = mlp(torch.bfloat16, width=width)
-    for parameter in model.parameters():
+    parameters = list(model.parameters())  # the device reads these, which waits for no update
+    for parameter in parameters:
         prepare(parameter)
     if device is not None:
         queue_gradients(device.runtime, model.parameters(), streams or None)
@@ -55,8 +56,8 @@ def trained(
     def backward_is_issued(step: int) -> None:
         before_step(optimizer)
         if device is not None:
-            was = bits(model.parameters())
-            device.runtime.caller.enqueue(lambda: unchanged.append(bits(model.parameters()) == was))
+            was = bits(parameters)
+            device.runtime.caller.enqueue(lambda: unchanged.append(bits(parameters) == was))
             end_backward(device.runtime, streams)
 
     unchanged: list[bool] = []

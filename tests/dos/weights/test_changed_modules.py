@@ -106,7 +106,7 @@ def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (replace_weight, r"\(24, 24\) has no state yet, and others of its block have"),
+        (replace_weight, r"\(24, 24\) has its state beside that of a block's weights, and is none of them"),
         (tie, r"\(24, 24\) was one of a block's weights, and is now used by several blocks or by none"),
         (use_outside, r"\(24,\) was one of a block's weights, and is now used by several blocks or by none"),
     ],
