@@ -222,6 +222,7 @@ class Registry:
         arenas = {record.arena for record in gone}
         # First: the CPU lane may still be adding to memory that goes with the arenas.
         self.offloaded.forget(gone)
+        self.spot_check.forget(gone)
         for record in gone:
             del self.records[id(record.parameter)], self.places[record]
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]

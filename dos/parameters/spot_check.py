@@ -8,7 +8,7 @@ Code that writes in this way writes to all parameters, or again and again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,8 @@ class SpotCheck:
 
     def wrote(self, device: Device) -> None:
         """Note the bits of the parameter, whose update is ahead of the work that the caller queues from now on."""
-        if self.record is not None and self._bits is None:
+        # Not of weights at home: the device may still write them.
+        if self.record is not None and self._bits is None and not self.record.arena.streams:
             self._bits = fingerprint(self.record.local), device.caller()
 
     def look(
@@ -57,21 +58,29 @@ class SpotCheck:
 
         records: all of the optimizer's. reads_copy: whether the next update may read a copy of one's parameter.
         """
-        if self._said:
-            return
         self._read()
         record, bits = self.record, self._bits
         self.record = self._bits = None
+        if self._said:
+            return
         # In another queue the memory of the sums might be used before they are there.
-        if record is not None and bits is not None and bits[1] == device.caller() and not record.changed():
-            other = torch.empty((), dtype=torch.bool, pin_memory=record.local.is_cuda)
+        here = bits is not None and bits[1] == device.caller()
+        # Where the update reads the parameter itself, nothing is lost.
+        if record is not None and bits is not None and here and _copied(record, reads_copy) and not record.changed():
+            other = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=record.local.is_cuda)
             other.copy_((fingerprint(record.local) != bits[0]).any(), non_blocking=True)
             self._answer = _Answer(other, device.mark(), tuple(record.parameter.shape))
         for _ in range(min(_TRIES, len(records))):
             self._turn = (self._turn + 1) % len(records)
-            if reads_copy(records[self._turn]):
-                self.record = records[self._turn]
+            record = records[self._turn]
+            if _copied(record, reads_copy):
+                self.record = record
                 break
+
+    def forget(self, gone: Collection[ParameterRecord]) -> None:
+        """Refer to none of these, whose memory is released."""
+        if self.record in gone:
+            self.record = self._bits = None
 
     def _read(self) -> None:
         answer = self._answer
@@ -86,3 +95,8 @@ class SpotCheck:
                 "write under torch.no_grad(), or call torch.autograd.graph.increment_version(parameters) after such "
                 "writes"
             )
+
+
+def _copied(record: ParameterRecord, reads_copy: Callable[[ParameterRecord], bool]) -> bool:
+    """Return whether the next update may read a copy of a parameter on the device."""
+    return not record.arena.streams and reads_copy(record)

@@ -17,7 +17,7 @@ def with_own_storage(view: Tensor) -> Tensor:
     storage keeps the memory of the view alive. It cannot be resized; `share_memory_()` copies it elsewhere. Versions
     count for the result alone, which is no view.
     """
-    flat = view.detach().as_strided((view.numel(),), (1,))
+    flat = view.detach().as_strided((view.numel(),), (1,)).view(torch.uint8)  # DLPack does not know all dtypes
     # Not `from_dlpack(view)`: that waits for streams, and the layout of axes of length 1 would be another.
     storage = from_dlpack(to_dlpack(flat)).untyped_storage()
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())

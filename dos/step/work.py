@@ -115,6 +115,8 @@ class SubgroupUpdate:
             return ()
         # A window, or a home to which state is being read, has no parameters that were staged in earlier steps.
         newest = set() if self.from_disk else self.subgroup.newest
+        if len(newest) == len(self.subgroup.pieces) and not self.written_pieces:
+            return ()  # as in most steps
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
 

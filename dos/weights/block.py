@@ -64,16 +64,31 @@ class Block:
 
     def make_copies(self, like: torch.device) -> None:
         """Make the copies, without memory. like: their device."""
+        for member, copy in zip(self.members, self._make_buffer(like), strict=True):
+            self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
+        self._leads = self._lead()
+
+    def _make_buffer(self, like: torch.device) -> list[Tensor]:
+        """Make the storage of the copies, without memory; return tensors for them. like: their device."""
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=like)
-        self._buffer = buffer
+        self._buffer, tensors = buffer, []
         for member, start in zip(self.members, self._starts, strict=True):
             home = member.parameter.detach()
             # Not a view: each copy has a version counter of its own, which filling the buffer does not raise.
             copy = torch.empty(0, dtype=home.dtype, device=like)
-            copy.set_(buffer.untyped_storage(), start // home.itemsize, home.size(), home.stride())
-            self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
+            tensors.append(copy.set_(buffer.untyped_storage(), start // home.itemsize, home.size(), home.stride()))
         buffer.untyped_storage().resize_(0)
-        self._leads = self._lead()
+        return tensors
+
+    def leave_memory(self) -> None:
+        """Go on without memory, in another storage: user code may have kept tensors of weights that have stayed.
+
+        Such a tensor has a storage of its own over this memory, which emptying the copies' storage would free.
+        """
+        for copy, tensor in zip(self.copies, self._make_buffer(self._buffer.device), strict=True):
+            copy.data = tensor
+        self.filled, self._job, self._joined = False, None, set()
+        self.end_backward()
 
     def __del__(self) -> None:
         if self.filled and not self._joined:

@@ -12,6 +12,7 @@ from dos.devices import Device
 from dos.machine.host_memory import check_host_memory
 from dos.parameters.registry import Registry
 from dos.parameters.watching import check_hooks
+from dos.sharding.fingerprint import look_at_bits
 from dos.state.arena import Arena, aligned
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
@@ -208,13 +209,15 @@ class WeightHomes:
         """Move a block's weights home, or into the memory of its copies, from wherever they are."""
         block.take_replaced()
         records = [r for r in (self._registry.record(m.parameter) for m in block.members) if r is not None]
+        # First, because the move ends the comparison of bits, which alone shows a write that raises no version.
+        look_at_bits((record, record.local) for record in records)
         written = [record.changed() for record in records]
         if streams:
             self._move_home(block, records)
         else:
             self._move_to_device(block)
         block.streams = streams
-        for arena in block.arenas:
+        for arena in {record.arena for record in records}:  # of parameters that are frozen now, too
             arena.streams = streams
         for record, each in zip(records, written, strict=True):
             # `written` was read before the move, because the record would take the new address for a write.
@@ -226,7 +229,7 @@ class WeightHomes:
         store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]
         subgroups = self._registry.subgroups_of(record.parameter for record in records)
         store.make([(subgroup.arena.weights_at_home(), subgroup) for subgroup in subgroups])
-        for arena in block.arenas:
+        for arena in {record.arena for record in records}:
             arena.weights_at_home().join()  # user code copies whole parameters, which span subgroups
         if frozen and block not in self._frozen:
             nbytes = sum(aligned(p.nbytes) for p in frozen)
@@ -246,7 +249,10 @@ class WeightHomes:
             member.parameter.data = home
         block.use_memory(homes)
         # The copies have no values of their own after this: the next forward fetches them from the homes.
-        block.release()
+        if block.filled:  # it stayed
+            self.stream.forget_storage(block)
+            block.leave_memory()
+            self.stream.know_storage(block)
 
     def _move_to_device(self, block: Block) -> None:
         # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.

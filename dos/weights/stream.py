@@ -130,6 +130,14 @@ class WeightStream:
                     block.lost = True
                     member.parameter.__class__ = Lost  # for references of user code, which ask no module
 
+    def forget_storage(self, block: Block) -> None:
+        """Forget the storage of a block's copies, which it is about to leave."""
+        del self._by_storage[block.storage]
+
+    def know_storage(self, block: Block) -> None:
+        """Know the block by the storage of its copies."""
+        self._by_storage[block.storage] = block
+
     def all_copies(self) -> list[Tensor]:
         """Return the copies of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]

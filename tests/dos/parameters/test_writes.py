@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.blocks import net, start, train
 from tests.support.training import Make, assert_close_ulp, loss_of, maker, mlp
 
 
@@ -111,3 +112,21 @@ def test_parameters_that_are_their_masters(
 )
 def test_parameters_whose_masters_follow(dtype: torch.dtype, state_format: str | None, place: Any, mode: str) -> None:
     assert_taken_over(dtype, place, mode, state_format=state_format)
+
+
+def test_a_write_before_a_model_is_attached_again_counts() -> None:
+    """Of weights that stay, which the host has updated."""
+    ends = []
+    for weights in (1.0, None):
+        model = net(torch.float32)
+        optimizer = start(model, weights, policy="cpu")
+        train(model, optimizer, 2)
+        optimizer.synchronize()
+        for p in model.blocks.parameters():
+            p.data.mul_(0.5)
+        if weights is not None:
+            optimizer.attach(model, weights=weights)
+        train(model, optimizer, 2, first=2)
+        optimizer.synchronize()
+        ends.append([p.detach() for p in model.parameters()])
+    assert_close_ulp(*ends, 0)

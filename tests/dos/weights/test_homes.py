@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -306,6 +307,45 @@ def test_blocks_move_between_steps_as_memory_changes() -> None:
         staying.append(len(plan.blocks_on_device))
     assert everything(model, optimizer) == everything(other, reference)
     assert staying[4] > staying[9] < staying[14], staying
+
+
+class Overwriting(EmulatedDevice):
+    """Overwrites memory before it is released, as the allocator's next owner would."""
+
+    def empty(self, buffer: Tensor) -> None:
+        buffer.zero_()
+        super().empty(buffer)
+
+
+def test_tensors_that_user_code_keeps_of_weights_that_stayed_keep_their_memory() -> None:
+    model = net()
+    optimizer = start(model, 6, device=Overwriting(FAST, 10**8))
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    kept = [p.detach() for p in model.blocks[2].parameters()]
+    before = bits(kept)
+    homes = session_of(optimizer).weights
+    homes.move(homes.stream.blocks[2], streams=True)
+    assert bits(kept) == before
+    assert bits(model.blocks[2].parameters()) == before
+    other = net()
+    reference = start(other, None)
+    train(other, reference, 4)
+    train(model, optimizer, 2, first=2)
+    assert everything(model, optimizer) == everything(other, reference)
+
+
+def test_weights_that_were_frozen_later_keep_their_home_where_state_moves_to_disk(tmp_path: Path) -> None:
+    model = net()
+    optimizer = start(model, 6, disk=tmp_path, host_memory=10**8)
+    train(model, optimizer, 2)
+    model.blocks[2].requires_grad_(False)
+    optimizer.attach(model, weights=0)
+    before = bits(model.blocks[2].parameters())
+    session = session_of(optimizer)
+    for subgroup in session.registry.subgroups_of(model.blocks[2].parameters()):
+        session.registry.host_store.drop(subgroup)
+    assert bits(model.blocks[2].parameters()) == before
 
 
 @pytest.mark.parametrize("where", ["in a block", "between blocks", "in backward"])
