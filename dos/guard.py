@@ -143,8 +143,9 @@ def _holding(
 def _misplaced(method: Callable[..., Any]) -> RuntimeError:
     return RuntimeError(
         f"{method.__name__.strip('_')} was called within another call of the same optimizer, by code that Python runs "
-        "between two of its lines: a callback of gc, a finalizer, a trace function, or the handler of a second Ctrl-C; "
-        "nothing was changed; let that code take a note, and use the optimizer and its model when the call has returned"
+        "between two of its lines: a callback of gc, a finalizer, a trace function, the handler of a second Ctrl-C, or "
+        "a function of memory_budget= or policy= that reads weights which stream; nothing was changed; let that code "
+        "take a note, and use the optimizer and its model when the call has returned"
     )
 
 
@@ -278,7 +279,7 @@ def main_thread_ended() -> bool:
 
 def on_own_thread() -> bool:
     """Return whether this runs on one of our threads, which would wait for itself."""
-    return threading.current_thread().name.startswith("dos-")
+    return thread.ours
 
 
 def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:

@@ -435,6 +435,9 @@ class Session:
         """Wait before user code reads parameters of which updates run, if any do."""
         if self.attachment is not None and self.ledger.unfinished:
             self.attachment.wait_before_reads()
+            for group in self.groups:
+                if type(group["params"]) is list:  # set by user code, as by Accelerate where it divides parameters
+                    group["params"] = GroupParameters(group["params"], self.before_reading_lists)
             for parameters in self._lists():
                 parameters.wait()
 
@@ -615,7 +618,8 @@ class Session:
                 on_device.send(record)
             elif leaf.grad is not None:
                 # Not what another thread of autograd may be writing to the parameter itself; its own hook comes next.
-                joins = parameter is not leaf and parameter.grad is not None and record not in offloaded.records
+                taken = record in offloaded.records and record not in offloaded.left
+                joins = parameter is not leaf and parameter.grad is not None and not taken
                 with torch.no_grad():
                     self._take(record, leaf, in_backward=True)
                 if joins:  # set by user code before any backward, which adds to it
@@ -675,7 +679,8 @@ class Session:
         if self.guard.lost:
             self.guard.check()
         self.registry.agree(self.groups)
-        self._renew_hooks()
+        if self.registry.offloaded.enabled:
+            self._renew_hooks()
         self.registry.place_gradients(self.groups)
         if self.registry.offloaded.enabled:
             self._end_last_step()
@@ -723,13 +728,17 @@ class Session:
         self.registry.offloaded.take(record, leaf, subgroups, index, self.ledger, in_backward=in_backward)
 
     @torch.no_grad()
-    @entry(*ANY)
+    @entry(*ANY, enters=False)
     def edit_gradients(self, edit: Edit) -> None:
-        """Call `edit` with each parameter that has a gradient, and with this."""
-        self._offload_the_rest()
+        """Call `edit` with each parameter that has a gradient, and with this. It may read state and the model."""
+        self._before_editing()
         departures = None if self.on_device is None else self.on_device.departures
         members = [(p, self.registry.record(p)) for p in self.parameters]
         Editing(edit, self.registry.offloaded, self.clipping, departures).run(members)
+
+    @entry(*ANY)
+    def _before_editing(self) -> None:
+        self._offload_the_rest()
 
     # Clipping.
 

@@ -207,11 +207,14 @@ class Attachment:
                 self._add(child)
 
     def _before_module(self, module: nn.Module) -> None:
-        if not module.training:
-            self._finish_all(module)
-            return
         watcher = self._watcher()
-        if watcher is None or (module in self._ran and not watcher.waits()):
+        if watcher is None:
+            return
+        if not module.training:
+            if watcher.waits():
+                self._finish_all(module)
+            return
+        if module in self._ran and not watcher.waits():
             return
         # Its parameters are gathered now; the all-gather has waited for the shards.
         if module not in self._sharded:
@@ -232,8 +235,8 @@ class Attachment:
     def _after_forward(self, model: nn.Module) -> None:
         # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
         # part in forward. Their last updates may be reading these.
-        reduced = ddp.reduced_parameters()
-        if reduced:
+        watcher, reduced = self._watcher(), ddp.reduced_parameters()
+        if reduced and watcher is not None and watcher.waits():
             self.finish([p for p in self._own(model) if id(p) in reduced])
 
     def _before_compiled(self, module: nn.Module) -> None:

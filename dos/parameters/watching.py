@@ -54,6 +54,12 @@ _last: weakref.WeakValueDictionary[int, Watching] = weakref.WeakValueDictionary(
 """The instance that began last to watch each parameter, by the parameter's id."""
 
 
+def latest_watcher(parameter: Tensor) -> Any:
+    """Return the watcher of the instance that began last to watch this parameter; None: none watches it."""
+    found = _last.get(id(parameter))
+    return None if found is None or parameter not in found._watched else found._watcher()
+
+
 class Watching:
     """The hooks on the gradients of one optimizer's parameters, until the `watcher` is collected."""
 

@@ -16,7 +16,9 @@ def parameters_of_all_modules() -> list[Tensor]:
     """Return the parameters of all modules of the process; takes some 50 ms."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     # A module whose constructor has not run has no `_parameters`. By `dict`'s method, which waits for no update.
-    return [p for module in modules for p in dict.values(vars(module).get("_parameters", {})) if p is not None]
+    found = (vars(module).get("_parameters", {}) for module in modules)
+    each = (dict.values(own) if isinstance(own, dict) else own.values() for own in found)  # not, of scripted modules
+    return [p for own in each for p in own if p is not None]
 
 
 def modules_of(kind: type[nn.Module]) -> list[nn.Module]:

@@ -78,8 +78,13 @@ for _name in ("__setitem__", "__delitem__", "update", "clear", "__ior__"):
 
 
 def wait_before_reading(module: nn.Module, watcher: Watcher) -> None:
-    """Call `watcher.before_reading` before the module's own parameters are read, until `end_waiting`."""
-    found = vars(module)["_parameters"]
+    """Call `watcher.before_reading` before the module's own parameters are read, until `end_waiting`.
+
+    Does nothing for a scripted module, which is read in C++.
+    """
+    found = vars(module).get("_parameters")
+    if not isinstance(found, dict):
+        return
     if type(found) is not _WaitingParameters:
         found = vars(module)["_parameters"] = _WaitingParameters(found)
     found.watchers.add(watcher)
@@ -87,7 +92,7 @@ def wait_before_reading(module: nn.Module, watcher: Watcher) -> None:
 
 def end_waiting(module: nn.Module, watcher: Watcher) -> None:
     """Undo `wait_before_reading`. The last watcher leaves the module its own dict."""
-    found = vars(module)["_parameters"]
+    found = vars(module).get("_parameters")
     if type(found) is _WaitingParameters:
         found.watchers.discard(watcher)
         if not found.watchers:
@@ -96,7 +101,9 @@ def end_waiting(module: nn.Module, watcher: Watcher) -> None:
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:
     """Return the module's own parameters by name, without waiting."""
-    return dict(dict.items(vars(module)["_parameters"]))
+    found = vars(module).get("_parameters")
+    # Scripted modules have none, or a view of parameters in C++, which is no dict.
+    return dict(dict.items(found) if isinstance(found, dict) else module.named_parameters(recurse=False))
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:

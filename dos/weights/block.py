@@ -223,17 +223,24 @@ class Block:
             # User code freezes and unfreezes the homes, which are the parameters that it knows.
             if copy.requires_grad != member.parameter.requires_grad:
                 copy.requires_grad_(member.parameter.requires_grad)
-            for module, name in member.places:
-                exchange(module, name, copy)
+        self._exchange(self.copies)
         self._leads = self._lead()
 
     def use_homes(self) -> None:
         """Set the homes as the parameters of the block's modules."""
         self.lent = False
         # Before user code can read the copies: it would save, average or load into memory that is released.
-        for member in self.members:
-            for module, name in member.places:
-                exchange(module, name, member.parameter)
+        self._exchange([member.parameter for member in self.members])
+
+    def _exchange(self, parameters: Sequence[Tensor]) -> None:
+        # A block that runs: recurrent layers read their parameters as these are set, which is no reading by user code.
+        self.running += 1
+        try:
+            for member, parameter in zip(self.members, parameters, strict=True):
+                for module, name in member.places:
+                    exchange(module, name, parameter)
+        finally:
+            self.running -= 1
 
     def _lead(self) -> list[int]:
         """Return the writes to each copy less the writes to its home: `tell_autograd` raises both counters."""

@@ -17,7 +17,7 @@ from dos.devices import Device, Job, Mark, memory_of
 from dos.devices.pinned import lost
 from dos.guard import hook, outer_hook, renewed
 from dos.parameters.hooks import module_hook
-from dos.parameters.watching import check_hooks
+from dos.parameters.watching import check_hooks, latest_watcher
 from dos.torch_internals.callers import runs_within_itself
 from dos.torch_internals.modes import (
     backward_number,
@@ -248,6 +248,7 @@ class WeightStream:
         if not block.running:
             check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
             if not in_backward():
+                self._check_optimizer(module, block)
                 self.take_replaced(block)
         check_saved_tensors_hooks()
         if self._device.capturing():
@@ -271,6 +272,19 @@ class WeightStream:
         if torch.is_grad_enabled():
             watched = self._watch_inputs(block, (args, kwargs))
             block.due += watched and in_backward()
+
+    def _check_optimizer(self, module: nn.Module, block: Block) -> None:
+        """Raise RuntimeError if a block is trained whose gradients the optimizer of another attach() would get."""
+        trained = next((m.parameter for m in block.members if m.trained), None)
+        if trained is None or not (module.training and torch.is_grad_enabled()):
+            return
+        watcher = self._watcher()
+        if watcher is None or latest_watcher(trained) not in (None, watcher):
+            raise RuntimeError(
+                "the weights of this model stream for an optimizer that was deleted or replaced, which alone gets "
+                "their gradients; call attach(model, weights=...) of the new optimizer, before any of its steps, or "
+                "build the model anew (evaluating it needs no optimizer)"
+            )
 
     def _finish(self, block: Block) -> None:
         """Finish the updates of all parameters of a block that is about to run."""

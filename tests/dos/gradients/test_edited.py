@@ -151,6 +151,14 @@ def test_a_gradient_that_user_code_sets(mode: str, tmp_path: Path) -> None:
     optimizer.step()
     other.step()
     other.zero_grad()
+    for each in (model, twin):  # with several micro-batches
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        loss(each, 2).backward()
+        loss(each, 3).backward()
+    optimizer.step()
+    other.step()
+    other.zero_grad()
     for each in (model, twin):
         loss(each, 1).backward()
     optimizer.synchronize()
@@ -198,7 +206,12 @@ EDITS: list[Callable[[Tensor, Tensor], Tensor | None]] = [
     lambda p, g: None if p.ndim == 1 else g,
     lambda p, g: (g.clamp_(-1e-3, 1e-3), None)[1],
     lambda p, g: g,
+    lambda p, g: (g.data.clamp_(-1e-3, 1e-3), None)[1],
 ]
+
+
+IN_PLACE = (3, 5)
+"""The edits that return nothing and keep all gradients."""
 
 
 def edited(model: Any, optimizer: Any, *, by_hand: bool) -> list[bytes]:
@@ -209,7 +222,7 @@ def edited(model: Any, optimizer: Any, *, by_hand: bool) -> list[bytes]:
         if by_hand:
             for parameter in model.parameters():
                 given = edit(parameter, parameter.grad)
-                parameter.grad = parameter.grad if step == 3 else given
+                parameter.grad = parameter.grad if step in IN_PLACE else given
         else:
             optimizer.edit_gradients(edit)
         optimizer.step()
@@ -225,6 +238,26 @@ def edited(model: Any, optimizer: Any, *, by_hand: bool) -> list[bytes]:
 def test_edits_have_the_bits_of_edits_of_p_grad(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
     expected = edited(*reference(dtype), by_hand=True)
     assert edited(*begin(mode, tmp_path, dtype), by_hand=False) == expected
+
+
+def test_an_edit_may_read_state_and_weights(tmp_path: Path) -> None:
+    """As noise by the second moment, and decay, do."""
+
+    def edit(parameter: Tensor, gradient: Tensor) -> Tensor:
+        decay = model.blocks[0].both.weight.detach().float().sum()
+        return gradient * (1 + optimizer.state[parameter]["exp_avg_sq"].mean() + decay)
+
+    ends = []
+    for model, optimizer in (begin("all weights stream", tmp_path, torch.float32), reference(torch.float32)):
+        for step in range(3):
+            loss(model, step).backward()
+            if step:
+                optimizer.edit_gradients(edit)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
 
 
 def test_edits_that_no_version_counts_reach_gradients_that_were_sent() -> None:

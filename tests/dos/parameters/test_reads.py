@@ -14,6 +14,7 @@ from torch.nn.utils import parameters_to_vector, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dos import DOSAdam
+from dos.torch_internals.live_objects import parameters_of_all_modules
 from tests.support.inside import session_of
 from tests.support.training import SLOW, assert_close_ulp, batch, loss_of, maker, mlp, train
 
@@ -120,6 +121,51 @@ def test_all_that_is_written_right_after_a_step_stays_and_is_trained_on(settings
                 optimizer.synchronize()
             ends.append(list(model.parameters()))
         assert_close_ulp(*ends, 256)
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, pytest.param({"place": "adaptive"}, id="adaptive")])
+def test_parameters_are_shared_right_after_a_step(settings: dict[str, Any]) -> None:
+    """That moves them to other memory, which must not be released under an update that runs."""
+    ends = []
+    for make in (maker(machine=SLOW, lr=0.01, **settings), adamw):
+        model, optimizer = prepared(make)
+        model.share_memory()
+        assert all(p.is_shared() for p in model.parameters())
+        train(model, optimizer, 2, first_step=3)
+        if isinstance(optimizer, DOSAdam):
+            optimizer.synchronize()
+        ends.append(list(model.parameters()))
+    assert_close_ulp(*ends, 256)
+
+
+def test_a_list_that_user_code_puts_into_a_group_waits_too() -> None:
+    """As Accelerate does where it divides parameters."""
+    model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01))
+    optimizer.synchronize()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    train(model, optimizer, 1, first_step=3)
+    assert session_of(optimizer).unfinished
+    found = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    optimizer.synchronize()
+    assert all(map(torch.equal, found, model.parameters()))
+
+
+def test_a_model_with_a_scripted_part_is_trained_as_by_adamw() -> None:
+    """Its parameters are in C++, in no dict; `attach` cannot put hooks on it."""
+    ends = []
+    for make in (maker("cpu", lr=0.01, offload_gradients=True), adamw):
+        model = mlp()
+        model[0] = torch.jit.script(model[0])
+        optimizer = make(model.parameters())
+        assert {id(p) for p in model.parameters()} <= {id(p) for p in parameters_of_all_modules()}
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+            model.zero_grad()
+        if isinstance(optimizer, DOSAdam):
+            optimizer.synchronize()
+        ends.append(list(model.parameters()))
+    assert_close_ulp(*ends, 256)
 
 
 def test_an_average_is_that_of_the_values_after_each_step() -> None:

@@ -412,9 +412,30 @@ def test_the_model_outlives_its_optimizer() -> None:
         assert session() is None
     finally:
         gc.enable()
-    found = model(inputs(3, model))
-    assert bits([found]) == before
-    found.sum().backward()
+    with torch.no_grad():
+        assert bits([model(inputs(3, model))]) == before
+    assert bits([model.eval()(inputs(3, model))]) == before
+
+
+@pytest.mark.parametrize("deleted", [True, False])
+def test_a_cell_that_is_run_again_trains_all_parameters_or_says_so(deleted: bool) -> None:
+    """With a new optimizer for the model, which is attached or not."""
+    model, other = net(), net()
+    optimizer, reference = start(model, 0), start(other, None)
+    train(model, optimizer, 1)
+    train(other, reference, 1)
+    kept = [] if deleted else [optimizer]
+    device = EmulatedDevice(FAST, 10**8)
+    settings = {"lr": 1e-2, "policy": "cpu", "subgroup_size": 400, "offload_gradients": True}
+    optimizer = DOSAdam(model.parameters(), device=device, **settings)
+    with pytest.raises(RuntimeError, match=r"deleted or replaced.* call attach\(model, weights=...\) of the new"):
+        model(inputs(0, model))
+    assert len(kept) == (not deleted)
+    optimizer.attach(model, weights=0)
+    reference = start(other, None)
+    train(model, optimizer, 2, first=1)
+    train(other, reference, 2, first=1)
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 def test_model_and_optimizer_go_without_the_garbage_collector() -> None:

@@ -65,6 +65,19 @@ class PartReentrant(Parts):
     reentrant = True
 
 
+class Recurrent(Parts):
+    """Has a recurrent layer, which reads its weights as these are set, and a part that is checkpointed alone."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.recurrent(x)[0])
+
+
 class Merged(nn.Module):
     """Computes its weight, as merged LoRA does."""
 
@@ -148,6 +161,7 @@ def unhooked(block: nn.Module, x: Tensor) -> Any:
 
 WAYS: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
     *((kind, run) for kind in (PartAgain, PartReentrant) for run in RUNS),
+    (Recurrent, whole),
     *((kind, run) for kind in (Merged, normed) for run in RUNS[1:]),
     *((Merged, twice_within(each)) for each in (False, True)),
     *((Keeps, run) for run in (*RUNS, twice_in_a_row)),
@@ -231,13 +245,14 @@ def test_backward_of_chosen_parameters(way: Callable[..., list[Tensor] | None], 
 
 def test_parameters_that_a_loss_does_not_use() -> None:
     model = Stack(Parts)
-    start(model, 0)
+    optimizer = start(model, 0)
     parameters = list(model.parameters())
     unused = nn.Parameter(torch.ones(()))
     with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
         torch.autograd.grad(loss(model, 0), [*parameters, unused])
     found = torch.autograd.grad(loss(model, 0), [*parameters, unused], allow_unused=True)
     assert [g is None for g in found] == [*(False for _ in parameters), True]
+    assert not optimizer.state
 
 
 def penalty(model: nn.Module) -> None:
