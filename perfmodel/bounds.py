@@ -123,7 +123,10 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
         total(s) for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT, Stream.PARAMETER)
     )
     # Gradients that are offloaded leave whatever updates them. Residents have them come up, and weights that stream.
-    offloaded = gradient * np.array([load.returned_bytes > 0 for load in loads])
+    returned = np.array([load.returned_bytes > 0 for load in loads])
+    leaves = ~returned if scope.backward is not Phase.OVERLAPPED else np.ones(n)  # else they have left before
+    gradient = gradient * leaves
+    offloaded = gradient * returned
     come, go = (
         counts
         * np.array([max(0.0, c[s].seconds - _alone(load, s, profile)) for c, load in zip(costs, loads, strict=True)])
@@ -195,7 +198,7 @@ def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[
     }
     host = profile.host_bandwidth_per_rank
     if math.isfinite(host):
-        on_cpu = total(Stream.GRADIENT, Stream.CPU, Stream.PARAMETER, part=1) / host
+        on_cpu = (total(Stream.GRADIENT, part=1) * leaves + total(Stream.CPU, Stream.PARAMETER, part=1)) / host
         streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
         beside_state = (come * profile.h2d_bandwidth + (go + offloaded) * profile.d2h_bandwidth) / host
         up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host

@@ -285,6 +285,15 @@ def test_no_plan_is_faster_than_the_bound(case: tuple[Plan, Workload, HardwarePr
     assert exposed(plan, load, profile, scope) >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9
 
 
+def test_the_bound_of_an_update_alone_has_no_offloaded_gradients() -> None:
+    """They have left before: the host's memory and the link have nothing of them."""
+    each = SubgroupLoad(10**6, 2 * 10**6, 2 * 10**6, 12 * 10**6, returned_bytes=2 * 10**6, host_bytes=16 * 10**6)
+    load = Workload((each, each), peak_free_bytes=0.0, update_free_bytes=12e6)
+    profile = HardwareProfile.builtin("a100_bound")
+    plan = Plan((C, S), (0, 1), 1)
+    assert exposed(plan, load, profile, UPDATE_ALONE) >= lower_bound(load, profile, UPDATE_ALONE).seconds
+
+
 def test_the_bound_knows_weights() -> None:
     """Each pass moves 4 x 24 bytes at 12 bytes/s; the CPU's parameters need no copy, or 1/3 s each."""
     load = layers(4, forward_s=1.0, backward_s=2.0, peak_free_bytes=4 * 24.0, update_free_bytes=0.0)
