@@ -18,7 +18,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 
 class _Held:
-    """What the main thread's outermost call holds back.
+    """The signals that the main thread's outermost call holds back.
 
     inside: whether such a call runs. came: the signals that came meanwhile, in order, each once, with the program's
     handler and the frame of the first. numbers: the signals whose handlers are looked at in each call. replaced: those

@@ -1,4 +1,4 @@
-"""What a forked child has in the place of weights that its parent has pinned."""
+"""Stand-ins for weights in a forked child, which does not have the memory that its parent has pinned."""
 
 from __future__ import annotations
 
