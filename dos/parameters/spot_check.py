@@ -63,13 +63,14 @@ class SpotCheck:
         self.record = self._bits = None
         if self._said:
             return
-        # In another queue the memory of the sums might be used before they are there.
-        here = bits is not None and bits[1] == device.caller()
-        # Where the update reads the parameter itself, nothing is lost.
-        if record is not None and bits is not None and here and _copied(record, reads_copy) and not record.changed():
-            other = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=record.local.is_cuda)
-            other.copy_((fingerprint(record.local) != bits[0]).any(), non_blocking=True)
-            self._answer = _Answer(other, device.mark(), tuple(record.parameter.shape))
+        if record is not None and bits is not None:
+            before, queue = bits
+            # In another queue the memory of the sums might be used before they are there. Where the update reads the
+            # parameter itself, nothing is lost.
+            if queue == device.caller() and _copied(record, reads_copy) and not record.changed():
+                other = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=record.local.is_cuda)
+                other.copy_((fingerprint(record.local) != before).any(), non_blocking=True)
+                self._answer = _Answer(other, device.mark(), tuple(record.parameter.shape))
         for _ in range(min(_TRIES, len(records))):
             self._turn = (self._turn + 1) % len(records)
             record = records[self._turn]

@@ -300,11 +300,10 @@ class WeightStream:
         block = self._of[module]
         if not block.running:
             return  # torch calls this also where an earlier hook has raised, or `_before`
-        if block.running == 1:
-            block.use_homes()  # before the block counts as ended: some modules read their parameters as they are set
         block.running -= 1
         if block.running:
             return
+        block.use_homes()
         block.check_copies()
         tensors = tensors_in(output)
         if block.streams and any(self._block_of(each) is block for each in tensors):
