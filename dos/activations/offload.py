@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
-from dos.activations.saved import MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
+from dos.activations.saved import AT_ONCE, MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
 from dos.arguments import is_number, share_or_count
 from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import outer_hook
@@ -38,8 +38,6 @@ LEAST_BYTES = 1 << 20
 """Smaller tensors stay: a transfer would take longer to issue than to run."""
 _SCALE = 16
 """A shift by this many bits gives the share that LEAST_BYTES is of 64 GiB, for the memory of an emulated device."""
-_AT_ONCE = 2
-"""The number of tensors that may always be in transit to the host, or back ahead of their use, whatever their size."""
 MOST_STALLS = 1000
 """The most waits and transfers that are remembered if no optimizer's step asks for them."""
 REMEMBERED = 16
@@ -99,8 +97,10 @@ class ActivationOffload:
         self._planned = 0.0
         self._restored: Job | None = None
         """The last transfer to the device; no released block is read after it."""
-        self._denied: weakref.WeakSet[Saved] = weakref.WeakSet()
-        """The tensors for which the pool had no block."""
+        self._denied_bytes = 0
+        """Bytes of tensors for which the pool had no block, until they are collected."""
+        self._collected: deque[int] = deque()
+        """Bytes of those that were collected since; by any thread, so that only appending is safe there."""
         self._travelling = Travelling()
         self._wanted = 0
         """The most bytes that would have been on the host at a time with a pool large enough."""
@@ -354,26 +354,31 @@ class ActivationOffload:
         """Start the copy to the host, if the pool has a block, and release tensors that have arrived there."""
         block = self.pool.take(saved.nbytes)
         if block is None:
-            self._denied.add(saved)
+            self._denied_bytes += saved.nbytes
+            weakref.finalize(saved, self._collected.append, saved.nbytes).atexit = False
         else:
             # Behind the last restore: a backward that runs on another stream may still read the released block.
             self._moves.append(saved.save(block, () if self._restored is None else (self._restored,)))
             # Weak: autograd alone decides how long a saved tensor lives.
-            forward.under_way.append(weakref.ref(saved))
+            forward.under_way.append((weakref.ref(saved), saved.nbytes))
+            forward.under_way_bytes += saved.nbytes
             forward.offloaded_bytes += forward.sizes[saved.number]
-        self._wanted = max(self._wanted, self.pool.used + sum(each.nbytes for each in self._denied))
+        while self._collected:
+            self._denied_bytes -= self._collected.popleft()
+        self._wanted = max(self._wanted, self.pool.used + self._denied_bytes)
         self._release_saved(forward)
 
     def _release_saved(self, forward: SavedByForward) -> None:
         """Release device memory of tensors that move, except of the last ones, whose copies may run on."""
-        under_way = [each for each in (reference() for reference in forward.under_way) if each is not None]
-        kept = forward.kept_bytes
-        least = 0 if kept else _AT_ONCE
-        while len(under_way) > least and kept + sum(each.nbytes for each in under_way[1:]) >= forward.part_bytes:
-            with self._stall(forward):
-                under_way.pop(0).release()
-        # Weak, as above: `under_way` must not keep ranges whose graph user code has released.
-        forward.under_way = list(map(weakref.ref, under_way))
+        kept, under_way = forward.kept_bytes, forward.under_way
+        least = 0 if kept else AT_ONCE
+        while len(under_way) > least and kept + forward.under_way_bytes - under_way[0][1] >= forward.part_bytes:
+            reference, nbytes = under_way.popleft()
+            forward.under_way_bytes -= nbytes
+            saved = reference()
+            if saved is not None:
+                with self._stall(forward):
+                    saved.release()
 
     @contextlib.contextmanager
     def _stall(self, forward: SavedByForward) -> Iterator[None]:
@@ -430,15 +435,11 @@ class ActivationOffload:
                 give_way(saved.nbytes)  # backward cannot wait, state can
                 self._restore(saved)
         if saved.spent:  # another backward begins
-            for other in forward.before():
+            for other in forward.ranges():
                 other.spent = False
         with self._stall(forward) if saved.returns else contextlib.nullcontext():
             found = saved.read(packed)
-        ahead = 0
-        for count, other in enumerate(each for each in forward.before(saved) if not each.spent):
-            if count >= _AT_ONCE and ahead >= forward.part_bytes:
-                break
-            ahead += other.nbytes
+        for other in forward.next_after(saved):
             if other.away:
                 try:
                     self._restore(other)

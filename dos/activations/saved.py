@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +21,8 @@ from perfmodel.workload import SavedTensors
 
 PARTS = 16
 """One of this number of parts of a forward's tensors may be in transit to the host, or back ahead of use, at a time."""
+AT_ONCE = 2
+"""The number of tensors that may always be in transit to the host, or back ahead of their use, whatever their size."""
 MOST = 2 * PARTS
 """The most groups of saved tensors for which plans are made, two of which stay on the device."""
 
@@ -275,7 +277,7 @@ class SavedByForward:
     nbytes: of all ranges. offloaded_bytes: of the ones that moved. kept_bytes: of the ones that stay.
     backward_began: whether backward has begun to read. moves: whether the range saved last moves.
     waiting: ranges that move once the operation that saves them has run. under_way: ranges that move, of which the
-        device's memory is not released yet.
+        device's memory is not released yet, with their sizes, which add up to under_way_bytes.
     timed: whether marks are made. marks: in the caller's work: where forward began, where each range was saved, and
         where forward ended. due: where backward first read each range, by its number among `sizes`.
     """
@@ -290,11 +292,19 @@ class SavedByForward:
         self.backward_began = False
         self._ranges: defaultdict[Range, list[weakref.ref[Saved]]] = defaultdict(list)
         self.waiting: weakref.WeakKeyDictionary[Saved, Node] = weakref.WeakKeyDictionary()
-        self.under_way: list[weakref.ref[Saved]] = []
+        self.under_way: deque[tuple[weakref.ref[Saved], int]] = deque()
+        self.under_way_bytes = 0
         self.moves = moves
         self.timed = timed
         self.marks: list[Mark] = []
         self.due: dict[int, Mark] = {}
+        self._last_read = -1
+        """The place of the range that backward read last."""
+        self._ahead: deque[tuple[int, int]] = deque()
+        """Place and size of the ranges that `next_after` has yielded and backward is still to read."""
+        self._ahead_bytes = 0
+        self._front = 0
+        """The lowest place that `next_after` has passed."""
 
     def add(self, saved: Saved) -> None:
         """Add a range that is saved, perhaps again: backward reads it before all ranges so far."""
@@ -318,12 +328,34 @@ class SavedByForward:
         found = (reference() for reference in reversed(self._ranges[where]))
         return (saved for saved in found if saved is not None)
 
-    def before(self, saved: Saved | None = None) -> Iterator[Saved]:
-        """Yield the ranges saved before this one, or all, that backward may still read, the last one first."""
-        for reference in reversed(self.saved[: None if saved is None else saved.place]):
+    def ranges(self) -> Iterator[Saved]:
+        """Yield the ranges that backward may still read."""
+        return (
+            saved for saved in (reference() for reference in self.saved if reference is not None) if saved is not None
+        )
+
+    def next_after(self, saved: Saved) -> Iterator[Saved]:
+        """Yield the ranges that backward reads after this one, each once, as far as they may return ahead of their use.
+
+        At least AT_ONCE ranges may, and one of PARTS parts of all bytes. A range that is yielded last, before the
+        iterator is given up, is yielded again by the next call.
+        """
+        assert saved.place is not None, "it was added"
+        if saved.place > self._last_read:  # another backward, or another branch of the graph
+            self._ahead.clear()
+            self._ahead_bytes, self._front = 0, saved.place
+        self._last_read = saved.place
+        self._front = min(self._front, saved.place)
+        while self._ahead and self._ahead[0][0] >= saved.place:
+            self._ahead_bytes -= self._ahead.popleft()[1]
+        while self._front and (len(self._ahead) < AT_ONCE or self._ahead_bytes < self.part_bytes):
+            reference = self.saved[self._front - 1]
             found = None if reference is None else reference()
-            if found is not None:
+            if found is not None and not found.spent:
                 yield found
+                self._ahead.append((self._front - 1, found.nbytes))
+                self._ahead_bytes += found.nbytes
+            self._front -= 1
 
     @property
     def moving_bytes(self) -> int:
@@ -338,7 +370,7 @@ class SavedByForward:
     @property
     def away_bytes(self) -> int:
         """Bytes that are not on the device."""
-        return sum(self.sizes[saved.number] for saved in self.before() if saved.away)
+        return sum(self.sizes[saved.number] for saved in self.ranges() if saved.away)
 
     def groups(self) -> tuple[SavedTensors, ...]:
         """Return all ranges in MOST groups or fewer; none if forward has not ended, or a mark was not reached."""
