@@ -337,7 +337,13 @@ def test_is_broken(broken): pass
 """
 
 
-@pytest.mark.parametrize("last", ["", "def test_crashes(): os.kill(os.getpid(), 9)"], ids=["all end", "one crashes"])
+@pytest.mark.parametrize(
+    "last",
+    [
+        pytest.param("", id="all end", marks=pytest.mark.slow),
+        pytest.param("def test_crashes(): os.kill(os.getpid(), 9)", id="one crashes"),
+    ],
+)
 def test_tests_are_run_and_failures_listed_whatever_the_last_does(last: str, tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(TESTS_OF_ALL_KINDS + last)
     found = run_isolated(check(runs_tests), Settings(out=tmp_path, **SETTINGS), seconds=60.0)

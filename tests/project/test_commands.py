@@ -21,8 +21,6 @@ NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip ins
 TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
 
 QUICK = {
-    "experiments.any_size": "",
-    "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "experiments.memory --simulate": "--out memory.png --json",
     "experiments.published": "--json",
     "experiments.sweep": "ratio",
@@ -30,6 +28,8 @@ QUICK = {
     "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
 }
 SLOW = {
+    "experiments.any_size": "",
+    "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "dos.calibrate": "--quick --output profile.json",
     "dos.calibrate --disk": "state --quick --device cpu",
     "experiments.job": "--ranks 1 --json",

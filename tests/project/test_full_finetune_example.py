@@ -31,8 +31,15 @@ pytestmark = [
 LOOP, TRAINER = [], ["--trainer"]
 STREAM = ["--weights", "auto"]
 WAYS = pytest.mark.parametrize(
-    "way", [LOOP, TRAINER, STREAM, [*STREAM, *TRAINER]], ids=["loop", "trainer", "loop, streams", "trainer, streams"]
+    "way",
+    [
+        pytest.param(LOOP, id="loop"),
+        pytest.param(TRAINER, id="trainer", marks=pytest.mark.slow),
+        pytest.param(STREAM, id="loop, streams", marks=pytest.mark.slow),
+        pytest.param([*STREAM, *TRAINER], id="trainer, streams"),
+    ],
 )
+"""The fast ones differ in both."""
 Example = dict[str, Any]
 
 
@@ -188,13 +195,24 @@ def test_tiny_computes_in_one_thread(example: Example) -> None:
 
 
 @WAYS
-def test_what_was_saved_goes_on_with_the_same_losses(way: list[str], example: Example, tmp_path: Path) -> None:
+def test_what_was_saved_goes_on_with_the_same_losses(
+    way: list[str], example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     example["main"].__globals__["SHARD"] = "200KB"
     arguments = ["--tiny", "--steps", "5", *way]
     whole = example["main"]([*arguments, "--save-every", "3"])
     assert TRAINER[0] not in way or len(list((tmp_path / "out" / "checkpoint-3").glob("*.safetensors"))) > 1
     shutil.rmtree(tmp_path / "out" / "checkpoint-5", ignore_errors=True)  # Trainer's, of the end
+    load, mapped = torch.load, set()
+
+    def noted(file: Any, *given: Any, mmap: bool | None = None, **options: Any) -> Any:
+        mapped.update({Path(file).name} if mmap else ())
+        return load(file, *given, mmap=mmap, **options)
+
+    monkeypatch.setattr(torch, "load", noted)
     resumed = example["main"]([*arguments, "--resume"])
+    # Else all state is in memory twice: test_resuming_takes_the_memory_of_training, which is slow, measures that.
+    assert mapped == {"optimizer.pt" if TRAINER[0] in way else "checkpoint.pt"}
     assert resumed[-2:] == whole[-2:]
     assert len(resumed) == (5 if TRAINER[0] in way else 2)  # of which Trainer's log has the earlier ones
 
@@ -273,6 +291,7 @@ def host_peak(how: str, layers: int, *arguments: str) -> tuple[int, int]:
     return int(numel), int(peak)
 
 
+@pytest.mark.slow
 def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
     """And not that of a second copy of state, of 10 bytes per parameter."""
     settings = ["--output", str(tmp_path / "out"), "--trainer"]

@@ -50,6 +50,7 @@ def stub(site_packages: Path, name: str, version: str = "99.0", module: str = ""
         (site_packages / f"{module}.py").write_text(f"__version__ = {version!r}\n")
 
 
+@pytest.mark.slow
 def test_the_environment_of_python_is_inherited(tmp_path: Path) -> None:
     """A virtual environment with torch, as uv makes one: .venv finds what is there, and asks for the rest."""
     checkout, outer = tmp_path / "checkout", tmp_path / "outer"

@@ -113,6 +113,7 @@ def test_a_method_is_kept_from_being_compiled() -> None:
     assert compiling == [False], CHANGED
 
 
+@pytest.mark.slow
 def test_the_public_decorator_would_make_the_import_slow() -> None:
     program = "import sys, torch; print(torch.{}(print) and 'torch._dynamo' in sys.modules)"
     for name, expected in (("_disable_dynamo", "False"), ("compiler.disable", "True")):
