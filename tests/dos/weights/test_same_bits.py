@@ -84,8 +84,7 @@ class Attention(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("size", [700, 5000])
+@pytest.mark.parametrize(("size", "policy"), [*((700, policy) for policy in POLICIES), (5000, "adaptive")])
 def test_blocks_with_weights_that_are_read_past_their_modules(policy: Any, size: int) -> None:
     def run(weights: Any) -> list[bytes]:
         model = Attention()
