@@ -133,7 +133,7 @@ def test_state_is_read_between_backward_and_step(policy: str | float) -> None:
 @pytest.mark.parametrize("attached", [False, True])
 def test_memory_falls_while_windows_are_full(attached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a slow disk."""
-    from tests.simdev.accelerator import lib
+    from experiments.simdev.accelerator import lib
 
     @contextlib.contextmanager
     def slow(device: CudaDevice, lane: Lane, nbytes: int) -> Iterator[float]:
@@ -206,7 +206,7 @@ class Peak(Scales):
 @pytest.mark.parametrize("resets", [False, True])
 def test_a_peak_of_the_first_forward_leaves_state_what_is_left(resets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the user resets what the allocator says of peaks or not."""
-    from tests.simdev.accelerator import lib
+    from experiments.simdev.accelerator import lib
 
     def between(optimizer: DOSAdam, step: int) -> None:
         optimizer.synchronize()

@@ -40,8 +40,8 @@ SLOW = {
     "perfmodel --fsdp": "--params 70e9 --machine h100 --ranks 8 --nodes 2 --checkpointing --host 1TiB",
 }
 RUN_ELSEWHERE = {
-    **{f"experiments.{name}": "" for name in ("activations", "arithmetic", "disk", "emulation", "formats", "kernel")},
-    **{f"experiments.{name}": "" for name in ("memory", "overhead", "overlap", "planner")},
+    **{f"experiments.{name}": "" for name in ("activations", "arithmetic", "disk", "dry", "emulation", "formats")},
+    **{f"experiments.{name}": "" for name in ("kernel", "memory", "overhead", "overlap", "planner")},
     "experiments.memory --only": "none",
 }
 """`tests/experiments` has them measure. Here they show their options, for which they import all that they need."""

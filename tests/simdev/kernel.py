@@ -14,7 +14,7 @@ import numpy as np
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
-from tests.simdev.accelerator import LAUNCHED, lib
+from experiments.simdev.accelerator import LAUNCHED, lib
 
 _adam = load_extension()
 _launches: dict[int, tuple[np.ndarray, list[Any]]] = {}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simdev import as_cuda
-from tests.simdev.accelerator import KIND
+from experiments.simdev import as_cuda
+from experiments.simdev.accelerator import KIND
 
 as_cuda.install()
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.simdev.build import UnavailableError, library
+from experiments.simdev.build import UnavailableError, library
 from tests.support import ROOT
 
 RACES = (

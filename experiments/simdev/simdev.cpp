@@ -2,6 +2,7 @@
 // Each stream is a thread that works off a queue, with random delays. Device memory has two addresses: the one that
 // tensors have is PROT_NONE, so that host code that touches it crashes; stream threads use a shadow of the same pages.
 // Freed memory is poisoned in the order of the stream that it belongs to, and reused by that stream at once.
+// A dry accelerator (sim_dry) runs none of this and moves no byte: its streams pass as much time as those of a GPU.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/InferSize.h>
@@ -14,6 +15,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/thread_pool.h>
 #include <torch/library.h>
+
+#include "timed.h"
 
 #include <fcntl.h>
 #include <linux/falloc.h>
@@ -54,8 +57,68 @@ struct sigaction previous_segv, previous_bus;
 
 void on_fault(int sig, siginfo_t* info, void*);
 
+// ---- a dry accelerator: what a GPU does is time that passes, on the clock of the wall
+struct Dry {
+  timed::Simulation simulation;
+  // Seconds that the host takes for a call, and how many times as long while the CPU lane updates.
+  double copy_s, event_s, launch_s, stats_s, stretch;
+  double device_bandwidth;  // of its memory, in bytes per second, for operations that nobody has timed
+  Clock::time_point start = Clock::now();
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<int> updating{0};
+  std::vector<std::pair<double, double>> updates;  // on the CPU: from when to when
+  double looked = timed::NEVER;  // when the next work ends, as who waits has found it last
+  double issued = timed::NEVER;  // when a copy, a launch or an update on the CPU was first issued since it was asked
+
+  double now() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
+  void notice() { issued = std::min(issued, now()); }
+  // Of the simulation, at this time.
+  template <class F>
+  auto at_once(F ask) {
+    std::lock_guard<std::mutex> held(mutex);
+    simulation.advance(now());
+    if constexpr (std::is_void_v<decltype(ask(simulation))>) {
+      ask(simulation);
+      simulation.advance(simulation.time);
+      if (simulation.next() < looked) changed.notify_all();  // earlier than those expect who wait
+    } else {
+      return ask(simulation);
+    }
+  }
+  void wait(const timed::MomentPtr& moment) {
+    std::unique_lock<std::mutex> held(mutex);
+    for (;;) {
+      simulation.advance(now());
+      if (moment->done) return;
+      looked = simulation.next();
+      if (looked == timed::NEVER) changed.wait(held);
+      else changed.wait_until(held, start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(looked)));
+    }
+  }
+  bool passed(const timed::MomentPtr& moment) {
+    return at_once([&](auto&) { return moment->done; });
+  }
+};
+std::unique_ptr<Dry> dry;
+
+// Keeps the host for some time, counted from when it is made: a call of a runtime.
+struct Call {
+  double seconds, begin;
+  explicit Call(double Dry::*cost) : Call(dry ? dry.get()->*cost : 0) {}
+  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {}
+  ~Call() {
+    if (!dry) return;
+    for (double last = begin, now; seconds > 0; last = now) {
+      now = dry->now();
+      seconds -= (now - last) / (dry->updating ? dry->stretch : 1);
+    }
+  }
+};
+
 // ---- moments in a stream's work
 struct Moment {
+  timed::MomentPtr timed;  // of a dry accelerator
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
@@ -67,12 +130,17 @@ struct Moment {
     changed.notify_all();
   }
   void wait() {
+    if (timed) return dry->wait(timed);
     std::unique_lock<std::mutex> held(mutex);
     changed.wait(held, [&] { return done; });
   }
   bool query() {
+    if (timed) return dry->passed(timed);
     std::lock_guard<std::mutex> held(mutex);
     return done;
+  }
+  double seconds() const {  // since some time, once it is done
+    return timed ? timed->at : std::chrono::duration<double>(at.time_since_epoch()).count();
   }
 };
 using MomentPtr = std::shared_ptr<Moment>;
@@ -91,19 +159,35 @@ struct Queue {
   bool busy = false;
   std::mt19937 random;
   explicit Queue(int id) : id(id), random(config.seed * 1000 + id) {
-    std::thread([this] { loop(); }).detach();
+    if (!dry) std::thread([this] { loop(); }).detach();
   }
   void put(std::string name, std::function<void()> run, bool may_delay = true) {
+    TORCH_INTERNAL_ASSERT(!dry);
     std::lock_guard<std::mutex> held(mutex);
     works.push_back({std::move(name), std::move(run), may_delay});
     changed.notify_all();
   }
   MomentPtr mark() {
     auto moment = std::make_shared<Moment>();
+    if (dry) {
+      dry->at_once([&](auto& simulation) { moment->timed = simulation.mark(id); });
+      return moment;
+    }
     put("event", [moment] { moment->finish(); });
     return moment;
   }
+  void wait(MomentPtr moment) {
+    if (dry) return dry->at_once([&](auto& simulation) { simulation.wait(id, moment->timed); });
+    put("wait", [moment] { moment->wait(); });
+  }
+  void copy(timed::Link link, double bytes) {
+    dry->at_once([&](auto& simulation) { dry->notice(), simulation.copy(id, link, bytes); });
+  }
+  void compute(double seconds) {
+    dry->at_once([&](auto& simulation) { simulation.compute(id, seconds); });
+  }
   bool idle() {
+    if (dry) return dry->at_once([&](auto& simulation) { return simulation.idle(id); });
     std::lock_guard<std::mutex> held(mutex);
     return works.empty() && !busy;
   }
@@ -193,6 +277,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   std::function<void(const char*)> trace;
 
   static void poison_on(Block* block) {
+    if (dry) return;
     size_t offset = block->offset, size = block->size;
     queue(block->stream).put("poison", [=] { memset(shadow_base + offset, 0xFF, size); }, false);
   }
@@ -239,8 +324,10 @@ struct SimAllocator final : c10::DeviceAllocator {
     auto* block = new Block{next, size, current_stream, {}, 0};
     next += (size + 4095) / 4096 * 4096 + 4096;  // a page between blocks that nobody may touch
     TORCH_CHECK(next < SPACE, "simdev: address space is used up");
-    mprotect(shadow_base + block->offset, (size + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE);
-    memset(shadow_base + block->offset, 0xFF, size);
+    if (!dry) {
+      mprotect(shadow_base + block->offset, (size + 4095) / 4096 * 4096, PROT_READ | PROT_WRITE);
+      memset(shadow_base + block->offset, 0xFF, size);
+    }
     reserved += size;
     stats.reserved_bytes[0].increase(size);
     stats.segment[0].increase(1);
@@ -293,6 +380,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override {
+    if (dry) return queue(current_stream).compute(2 * n / dry->device_bandwidth);
     auto delta = shadow_base - protected_base;
     queue(current_stream).put("copy_data", [=] { memcpy((char*)to + delta, (const char*)from + delta, n); });
   }
@@ -307,6 +395,7 @@ struct SimAllocator final : c10::DeviceAllocator {
     static_cast<Block*>(pointer.get_context())->used_by.insert((int)stream.id());
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+    Call call(&Dry::stats_s);
     std::lock_guard<std::mutex> held(mutex);
     process();
     return stats;
@@ -402,15 +491,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     delete static_cast<SimEvent*>(event);
   }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    Call call(&Dry::event_s);
     if (!*event) *event = new SimEvent;
     static_cast<SimEvent*>(*event)->moment = queue((int)stream.id()).mark();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event || !static_cast<SimEvent*>(event)->moment) return;
-    auto moment = static_cast<SimEvent*>(event)->moment;
-    queue((int)stream.id()).put("wait", [moment] { moment->wait(); });
+    Call call(&Dry::event_s);
+    queue((int)stream.id()).wait(static_cast<SimEvent*>(event)->moment);
   }
   bool queryEvent(void* event) const override {
+    Call call(&Dry::event_s);
     return !event || !static_cast<SimEvent*>(event)->moment || static_cast<SimEvent*>(event)->moment->query();
   }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
@@ -426,7 +517,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     auto &a = static_cast<SimEvent*>(first)->moment, &b = static_cast<SimEvent*>(second)->moment;
     TORCH_CHECK(a && b && a->query() && b->query(), "simdev: both events must have ended");
-    return std::chrono::duration<double, std::milli>(b->at - a->at).count();
+    return 1e3 * (b->seconds() - a->seconds());
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -474,7 +565,9 @@ Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
 void resize_storage(c10::StorageImpl* storage, size_t nbytes) {
   c10::DataPtr fresh = allocator().allocate(nbytes);
   size_t n = std::min(nbytes, storage->nbytes());
-  if (n && storage->data()) {
+  if (n && storage->data() && dry) {
+    queue(current_stream).compute(2 * n / dry->device_bandwidth);
+  } else if (n && storage->data()) {
     auto delta = shadow_base - protected_base;
     char *to = (char*)fresh.get() + delta, *from = (char*)storage->data() + delta;
     queue(current_stream).put("resize", [=] { memcpy(to, from, n); });
@@ -512,9 +605,22 @@ Tensor& set_nothing(Tensor& self) {
   return set_storage(self, none, 0, {0}, {});
 }
 
+void copy_dry(const Tensor& source, const Tensor& to, bool non_blocking) {
+  Call call(&Dry::copy_s);
+  auto& mine = queue(current_stream);
+  if (on_device(source) && on_device(to)) return mine.compute((source.nbytes() + to.nbytes()) / dry->device_bandwidth);
+  const Tensor& host = on_device(to) ? source : to;
+  bool plain = source.dtype() == to.dtype() && source.is_contiguous() && to.is_contiguous();
+  plain = plain && is_pinned(host.const_data_ptr(), host.nbytes());
+  mine.copy(on_device(to) ? timed::H2D : timed::D2H, host.nbytes());
+  bool answer = !on_device(to) && host.nbytes() <= 16;  // a number that the host will read: 0
+  if (answer) memset(host.mutable_data_ptr(), 0, host.nbytes());
+  if (!non_blocking || !(plain || answer || on_device(to))) refuse_sync("copy"), sync_stream(current_stream);
+}
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (!to.numel()) return to;
   Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
+  if (dry) return copy_dry(source, to, non_blocking), to;
   auto& mine = queue(current_stream);
   if (on_device(source) && on_device(to)) {
     auto a = mirror(to), b = mirror(source);
@@ -557,6 +663,7 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 at::Scalar local_scalar_dense(const Tensor& self) {
   refuse_sync("item()");
   sync_stream(current_stream);
+  if (dry) return at::zeros({}, at::TensorOptions().dtype(self.dtype())).item();
   return mirror(self).item();
 }
 // As on a GPU `p.data` may become memory of the other side.
@@ -592,19 +699,25 @@ Tensor to_meta(const Tensor& t) {
 }
 std::set<std::string> slow;  // operations that had to wait for the device, for the report
 std::mutex slow_mutex;
+constexpr double LEAST_S = 2e-6;  // of an operation of a dry accelerator
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   size_t count = schema.arguments().size();
   std::vector<c10::IValue> arguments(stack->end() - count, stack->end());
   torch::jit::Stack cpu, meta;
+  double bytes = 0;
+  Call call(&Dry::launch_s);
   bool random = schema.name().find("dropout") != std::string::npos;
   for (size_t i = 0; i < count; ++i) {
     const auto& value = arguments[i];
     bool device = value.isDevice();
+    if (value.isTensor() && value.toTensor().defined()) bytes += value.toTensor().nbytes();
+    for (auto& each : value.isTensorList() ? value.toTensorVector() : std::vector<Tensor>()) bytes += each.nbytes();
     if (schema.arguments()[i].name() == "generator") random = true;
     cpu.push_back(device                ? c10::IValue(c10::Device(at::kCPU))
                   : value.isGenerator() ? c10::IValue()
+                  : dry                 ? value
                                         : mapped(value, to_cpu));
     meta.push_back(device ? c10::IValue(c10::Device(at::kMeta)) : value.isGenerator() ? c10::IValue() : value);
   }
@@ -626,7 +739,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     results.push_back(found);
   }
   torch::jit::drop(*stack, count);
-  bool at_once = random;
+  bool at_once = random && !dry;
   // What is to be written to may be without elements yet: give it its size.
   std::vector<size_t> to_size;
   for (size_t i = 0; i < count; ++i)
@@ -645,6 +758,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
     } catch (const std::exception&) {
       known = false;
     }
+    TORCH_CHECK(known || !dry, "simdev: a dry accelerator does not know the sizes of what ", schema.name(), " returns");
     if (!known) {  // the host runs it, once to learn the sizes
       sync_stream(current_stream);
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -658,7 +772,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       auto t = arguments[to_size[k]].toTensor();
       resize_(t, outs[k].sizes(), {});
       if (outs[k].numel()) t.unsafeGetTensorImpl()->set_sizes_and_strides(outs[k].sizes(), outs[k].strides());
-      cpu[to_size[k]] = mirror(t);
+      if (!dry) cpu[to_size[k]] = mirror(t);
     }
   }
   if (fresh && !at_once) {
@@ -680,7 +794,10 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
       at_once = true;
     }
   }
-  if (at_once) {
+  if (dry) {
+    TORCH_CHECK(!at_once, "simdev: a dry accelerator does not know what ", schema.name(), " returns");
+    queue(current_stream).compute(LEAST_S + bytes / dry->device_bandwidth);
+  } else if (at_once) {
     {
       std::lock_guard<std::mutex> held(slow_mutex);
       slow.insert(schema.name() + "." + schema.overload_name());
@@ -809,7 +926,49 @@ void sim_faults() {
   sigaction(SIGSEGV, &action, &previous_segv);
   sigaction(SIGBUS, &action, &previous_bus);
 }
+// From now on, which must be before the first stream is used. figures: of timed::Machine, in its order. costs: of Dry,
+// from copy_s on.
+void sim_dry(const double* figures, const double* costs) {
+  dry.reset(new Dry{timed::Simulation(timed::Machine{{figures[0], figures[1]},
+                                                     {figures[2], figures[3]},
+                                                     {figures[4], figures[5], figures[6]},
+                                                     figures[7]}),
+                    costs[0], costs[1], costs[2], costs[3], costs[4], costs[5]});
+}
+// Keep the host, or the device's current stream.
+void sim_spend(double seconds) { Call call(seconds); }
+void sim_busy(double seconds) { queue(current_stream).compute(seconds); }
+// Queue the kernel of an update.
+void sim_update(double seconds) { dry->notice(), queue(current_stream).compute(seconds); }
+// Update on the CPU, as timed::Simulation::update has it, until it has ended.
+void sim_host_update(double parameters, double rate, double traffic) {
+  ++dry->updating;
+  double begin = dry->now();
+  timed::MomentPtr ended;
+  dry->at_once([&](auto& simulation) { dry->notice(), ended = simulation.update(parameters, rate, traffic); });
+  dry->wait(ended);
+  --dry->updating;
+  dry->at_once([&](auto&) { dry->updates.emplace_back(begin, ended->at); });
+}
+// When the last updates on the CPU began and ended, at most n of them; how many there are. Forgets them.
+int sim_host_updates(double* begins, double* ends, int n) {
+  return dry->at_once([&](auto&) {
+    int found = std::min<int>(n, dry->updates.size());
+    for (int i = 0; i < found; ++i) std::tie(begins[i], ends[i]) = dry->updates[i];
+    dry->updates.clear();
+    return found;
+  });
+}
+// When a copy, a kernel of an update or an update on the CPU was first issued since this was last asked.
+double sim_issued() {
+  return dry->at_once([&](auto&) { return std::exchange(dry->issued, timed::NEVER); });
+}
+double sim_now() { return dry->now(); }
 void sim_sleep(int us) {
+  if (dry) {
+    Call call(&Dry::launch_s);
+    return queue(current_stream).compute(LEAST_S + us / 1e6);
+  }
   queue(current_stream).put("sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
 }
 void sim_launch(void (*run)(long), long number) {

@@ -1,4 +1,4 @@
-"""Compiles the simulated accelerator for the torch that is installed: ``python -m tests.simdev.build``."""
+"""Compiles the simulated accelerator for the torch that is installed: ``python -m experiments.simdev.build``."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from pathlib import Path
 
 import torch
 
-from tests.support import ROOT
-
-_SOURCE = Path(__file__).with_name("simdev.cpp")
+_FOLDER = Path(__file__).parent
+_BUILT = _FOLDER.parents[1] / "build" / "simdev"
 _TORCH = Path(torch.__file__).parent
-_FLAGS = (
-    "-std=c++20",
-    "-O1",
-    "-fPIC",
-    "-shared",
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
+_TORCH_FLAGS = (
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     f"-I{_TORCH}/include",
     f"-I{_TORCH}/include/torch/csrc/api/include",
+    *(f"-L{_TORCH}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH}/lib"),
 )
 
 
@@ -39,18 +36,27 @@ def library() -> Path:
     header = _TORCH / "include/c10/core/CachingDeviceAllocator.h"
     if not header.exists() or "struct C10_API DeviceAllocator" not in header.read_text():
         raise UnavailableError(f"torch {torch.__version__} has no c10::DeviceAllocator")
+    return _compiled("simdev.cpp", _TORCH_FLAGS, torch.__version__)
+
+
+def arithmetic() -> Path:
+    """The compiled library of timed.cpp, which needs no torch. Raises as `library`."""
+    return _compiled("timed.cpp", (), "")
+
+
+def _compiled(name: str, flags: tuple[str, ...], version: str) -> Path:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise UnavailableError("there is no C++ compiler (g++)")
     if sys.platform != "linux":
         raise UnavailableError("it maps memory as Linux does")
-    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), torch.__version__.encode(), *map(str.encode, _FLAGS)]))
-    found = ROOT / "build" / "simdev" / f"{key.hexdigest()[:16]}.so"
+    sources = [(_FOLDER / each).read_bytes() for each in (name, "timed.h")]
+    key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (version, *_FLAGS, *flags))]))
+    found = _BUILT / f"{key.hexdigest()[:16]}.so"
     if not found.exists():
         found.parent.mkdir(parents=True, exist_ok=True)
         made = found.with_suffix(f".{os.getpid()}")
-        libraries = (f"-L{_TORCH}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH}/lib")
-        subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(made), *libraries], check=True)
+        subprocess.run([compiler, *_FLAGS, str(_FOLDER / name), "-o", str(made), *flags], check=True)
         made.replace(found)  # at once, for another process may look
     return found
 

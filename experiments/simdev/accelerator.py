@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.simdev.build import library
+from experiments.simdev.build import library
 
 KIND = "simdev"
 
@@ -29,6 +29,14 @@ LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.c_long)
 lib.sim_launch.argtypes = [LAUNCHED, ctypes.c_long]
 lib.sim_shadow.restype = ctypes.c_long
 lib.sim_faults()
+lib.sim_dry.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2
+lib.sim_spend.argtypes = lib.sim_busy.argtypes = lib.sim_update.argtypes = [ctypes.c_double]
+lib.sim_host_update.argtypes = [ctypes.c_double] * 3
+lib.sim_host_updates.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2 + [ctypes.c_int]
+lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
+holding = ctypes.PyDLL(_path)
+"""The library, for calls that keep Python's lock."""
+holding.sim_spend.argtypes = [ctypes.c_double]
 
 _accelerator: Any = torch.accelerator
 _module = types.ModuleType(f"torch.{KIND}")

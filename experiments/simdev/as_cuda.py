@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simdev.accelerator import KIND, lib
+from experiments.simdev.accelerator import KIND, lib
 
 _accelerator: Any = torch.accelerator
 

@@ -1,0 +1,94 @@
+"""Iterations on a GPU that is only time, beside their floors and what the machines took.
+
+    python -m experiments.dry [--machine h200] [--setting half] [--attached | --not-attached] [--json]
+
+All of the library's Python runs, with its threads and at its own speed, on real modules with hooks: the contest's GPT
+of 1.19 billion parameters. No byte moves and nothing is computed: the accelerator of `experiments/simdev` passes as
+much time as the machine did (`machines.py`), and its runtime keeps the host as long (`gpu.py`). So it shows what
+emulated devices do not: a host that is late or early, Python's lock, and host memory shared as it was measured to be.
+Rows are true only while nothing else runs on two cores; each takes a quarter of a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.command import Parser, table_of
+from experiments.dry.machines import FILES, SETTINGS
+from experiments.dry.row import PROGRAM, Row
+from experiments.harness import finish, measuring
+from experiments.simdev.build import UnavailableError, library
+
+HERE = Path(__file__).parents[2]
+COLUMNS = (
+    *("machine", "setting", "attached", "iteration_ms", "floor_ms", "physical_ms", "measured_ms"),
+    *("host_backward_ms", "device_backward_ms", "step_before_issue_ms", "lane_gap_ms", "plan", "believed_forward_ms"),
+)
+
+
+class FailedError(Exception):
+    """A row failed; the message is what its process wrote."""
+
+
+def run_apart(row: Row, dos: Path = HERE) -> dict[str, Any]:
+    """The figures of a row, from a process of its own. dos: the folder of the dos and perfmodel that run."""
+    words = ["-W", "ignore", "-c", PROGRAM, str(dos.resolve()), str(HERE), json.dumps(dataclasses.asdict(row))]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise FailedError(done.stderr[-4000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("dry", __doc__)
+    parser.add_argument("--machine", action="append", choices=FILES, help="one of them (all); may be given again")
+    parser.add_argument("--setting", action="append", choices=SETTINGS, help="one of them (all); may be given again")
+    parser.add_argument("--attached", action="store_const", const=True, help="only attached models")
+    parser.add_argument("--not-attached", action="store_const", dest="attached", const=False, help="only others")
+    parser.add_argument("--policy", help="in place of the setting's own, as DOSAdam takes it")
+    parser.add_count("steps", 8, "iterations that count")
+    parser.add_count("warm-up", 12, "iterations before them")
+    parser.add_count("repeat", 1, "times that each row is run: the one of median time is shown")
+    parser.add_count("layers", None, "of another, small model")
+    parser.add_argument("--process-group", action="store_true", help="with a process group of one rank")
+    parser.add_argument("--dos", type=Path, default=HERE, help="a checkout whose dos and perfmodel run instead")
+    parser.add_argument("--trace", help="a file for cProfile's figures of the caller's thread in the last row")
+    parser.add_json()
+    arguments = parser.parse_args(argv)
+    try:
+        library()
+    except UnavailableError as error:
+        parser.error(f"the simulated accelerator is not built: {error}")
+    attached = (True, False) if arguments.attached is None else (arguments.attached,)
+    rows: list[dict[str, Any]] = []
+    with measuring(arguments.json, emulated=False) as (console, progress):
+        for machine, setting, attach in itertools.product(
+            arguments.machine or FILES, arguments.setting or SETTINGS, attached
+        ):
+            progress(f"{machine}, {setting}, {'attached' if attach else 'not attached'}")
+            row = Row(
+                machine,
+                setting,
+                attach,
+                arguments.warm_up,
+                arguments.steps,
+                arguments.policy,
+                arguments.process_group,
+                arguments.layers,
+                arguments.trace,
+            )
+            found = [run_apart(row, arguments.dos) for _ in range(arguments.repeat)]
+            rows.append(sorted(found, key=lambda each: each["iteration_ms"])[len(found) // 2])
+    console.print(table_of("milliseconds on a dry GPU", rows, *COLUMNS, left=3))
+    return finish({"rows": rows}, console, arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Puts the dry accelerator of a machine where torch.cuda was, for the rest of the process.
+
+All of `dos` runs as on a GPU, but its kernels, which only take their time, and what asks this machine how much it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.dry.machines import Machine
+from experiments.simdev.accelerator import KIND, holding, lib
+from perfmodel.format import CODED, MIXED, SPLIT, Format
+
+CORES = 16
+HOST_BYTES = 124 << 30
+DEVICE_BYTES = 80 << 30
+"""Of each of the machines, or less."""
+TRITON_S = 80e-6
+"""That the host takes to launch an update, with Python's lock."""
+SLICE_S = 25e-6
+"""In which the host holds Python's lock and lets go of it in turn, as operations of torch do."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that the host takes for a call, until a GPU says better.
+
+    stretch: how many times as long it takes while the CPU lane updates.
+    device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
+    """
+
+    copy_s: float = 8e-6
+    event_s: float = 3e-6
+    launch_s: float = 8e-6
+    stats_s: float = 300e-6
+    stretch: float = 1.75
+    device_bandwidth: float = 3e12
+
+
+def install(machine: Machine, costs: Costs | None = None) -> None:
+    """Do it, before anything imports dos, or torch uses a device."""
+    lib.sim_dry(_doubles(machine.figures), _doubles(astuple(costs or Costs())))
+    lib.sim_capacity(DEVICE_BYTES)
+    from experiments.simdev import as_cuda
+
+    as_cuda.install()
+    # In place of the compiled part: nothing here reads or writes memory.
+    compiled: Any = types.ModuleType("dos._adam")
+    compiled.adam_update = _HostKernel(machine)
+    compiled.sum_of_squares = lambda *_: 0.0
+    compiled.instruction_sets = lambda: ["portable"]
+    sys.modules["dos._adam"] = compiled
+    import dos
+    from dos.devices import cuda, pinned
+    from dos.kernels.gpu_update import GpuBatch
+    from dos.machine import host_memory, threads
+
+    exchanged: dict[Any, dict[str, Any]] = {
+        dos: {"_adam": compiled},
+        cuda: {"TYPE": KIND},
+        pinned: {"_make_pages": lambda address, nbytes: None},
+        host_memory: {
+            **dict.fromkeys(("_memory_bytes", "_of_machine"), lambda: HOST_BYTES),  # one of them, by the version
+            "_of_container": lambda *_: iter(()),
+        },
+        threads: {
+            "usable_cores": lambda: frozenset(range(CORES)),
+            "physical_cores": lambda cpus, *_: len(cpus),
+        },
+        GpuBatch: {"prepare": _device_kernel(machine)},
+    }
+    for owner, names in exchanged.items():
+        for name, value in names.items():
+            setattr(owner, name, value)
+    threads.set_kernel_threads(machine.profile.cpu_threads)
+
+
+def busy(seconds: float) -> None:
+    """Queue compute on the current stream."""
+    lib.sim_busy(seconds)
+
+
+@contextlib.contextmanager
+def taking(seconds: float) -> Iterator[None]:
+    """Let the host take so long, what it does within counted, and with Python's lock half of the time."""
+    begin = time.perf_counter()
+    yield
+    left = seconds - (time.perf_counter() - begin)
+    spend, other = lib.sim_spend, holding.sim_spend
+    while left > 0:
+        spend(min(left, SLICE_S))
+        left -= SLICE_S
+        spend, other = other, spend
+
+
+def issued_s() -> float:
+    """When a copy or update was first issued since this was last asked, as `now_s`; infinite: none was."""
+    return lib.sim_issued()
+
+
+def now_s() -> float:
+    """Return the time of the accelerator's clock."""
+    return lib.sim_now()
+
+
+def host_updates() -> list[tuple[float, float]]:
+    """When updates on the CPU began and ended since this was last asked."""
+    most = 4096
+    begins, ends = (ctypes.c_double * most)(), (ctypes.c_double * most)()
+    count = lib.sim_host_updates(begins, ends, most)
+    return [*zip(begins, ends, strict=True)][:count]
+
+
+def _doubles(values: Sequence[float]) -> Any:
+    return (ctypes.c_double * len(values))(*values)
+
+
+def _numel(table: np.ndarray) -> tuple[Format, float]:
+    """The format of the runs in a table of dos.kernels.adam, and the parameters that have a gradient."""
+    from dos.kernels.adam import EXP_AVG_SCALE, GRAD, NUMEL, REST
+
+    coded, rest = table[0, EXP_AVG_SCALE], table[0, REST]
+    return CODED if coded else SPLIT if rest else MIXED, float(table[table[:, GRAD] != 0, NUMEL].sum())
+
+
+class _HostKernel:
+    """In place of the extension's update."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def __call__(self, address: int, rows: int, scalars: object, threads: int, isa: object) -> None:
+        from dos.kernels.adam import STEP
+
+        words = np.ctypeslib.as_array((ctypes.c_int64 * (rows * (STEP + 1))).from_address(address))
+        state, numel = _numel(words.reshape(rows, STEP + 1))
+        traffic = state.update_traffic * self._machine.profile.cpu_traffic_factor
+        lib.sim_host_update(numel, self._machine.cpu_rate(state, threads), traffic)
+
+
+def _device_kernel(machine: Machine) -> Callable[..., Any]:
+    """In place of `GpuBatch.prepare`."""
+
+    def prepare(batch: object, steps: object, table: np.ndarray, held: object = None) -> Callable[[], None]:
+        state, numel = _numel(table)
+
+        def queue() -> None:
+            holding.sim_spend(TRITON_S)
+            lib.sim_update(numel / machine.gpu_rate(state))
+
+        return queue
+
+    return prepare

@@ -1,0 +1,158 @@
+"""The arithmetic of a dry accelerator, without a clock, and its machines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from experiments.dry import __main__ as dry
+from experiments.dry.machines import SETTINGS, Asked, machine
+from experiments.simdev.build import UnavailableError, arithmetic, library
+from tests.support.figures import read_figures
+
+TO_DEVICE, TO_HOST = 0, 1
+FIGURES = [10.0, 10.0, 8.0, 6.0, 0.8, 1.2, 1.0, 20.0]
+"""Of a machine: links alone and duplex, weights of links and CPU, and the total of host memory."""
+ALL_AT_ONCE = [10.0, 10.0, 10.0, 10.0, 1.0, 1.0, 1.0, 1e9]
+"""Of one whose host memory is never short."""
+PARAMETERS = 1_190_435_200
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    try:
+        arithmetic()
+    except UnavailableError as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked(ALL_AT_ONCE)
+
+
+def test_copies_of_a_link_run_one_after_the_other(asked: Asked) -> None:
+    """In the order in which they were ready; both links at once, and compute beside them."""
+    asked.copy(1, TO_DEVICE, 20)
+    asked.copy(2, TO_DEVICE, 10)
+    asked.copy(3, TO_HOST, 10)
+    asked.compute(4, 1.5)
+    ends = [asked.mark(stream) for stream in (1, 2, 3, 4)]
+    asked.advance(100)
+    assert [asked.at(end) for end in ends] == pytest.approx([2, 3, 1, 1.5])
+
+
+def test_a_link_stays_with_a_stream_while_that_has_a_copy_ready(asked: Asked) -> None:
+    for _ in range(3):
+        asked.copy(1, TO_DEVICE, 10)
+    asked.copy(2, TO_DEVICE, 10)
+    first, second = asked.mark(1), asked.mark(2)
+    asked.advance(100)
+    assert (asked.at(first), asked.at(second)) == pytest.approx((3, 4))
+
+
+def test_a_kernel_between_two_copies_gives_the_link_away(asked: Asked) -> None:
+    asked.copy(1, TO_DEVICE, 10)
+    asked.compute(1, 0.001)
+    asked.copy(1, TO_DEVICE, 10)
+    asked.copy(2, TO_DEVICE, 10)
+    first, second = asked.mark(1), asked.mark(2)
+    asked.advance(100)
+    assert (asked.at(first), asked.at(second)) == pytest.approx((3, 2))
+
+
+def test_of_those_that_wait_the_one_that_is_ready_longest_is_next(asked: Asked) -> None:
+    """Not the one that was queued first: it waited for compute."""
+    asked.compute(9, 0.5)
+    begun = asked.mark(9)
+    asked.copy(3, TO_DEVICE, 10)
+    asked.wait(1, begun)
+    asked.copy(1, TO_DEVICE, 10)
+    asked.advance(0.25)
+    asked.copy(2, TO_DEVICE, 10)
+    ends = [asked.mark(stream) for stream in (1, 2, 3)]
+    asked.advance(100)
+    assert [asked.at(end) for end in ends] == pytest.approx([3, 2, 1])
+
+
+def test_what_ended_has_ended_at_its_own_time(asked: Asked) -> None:
+    """However seldom the time is moved on; nothing has ended before."""
+    asked.copy(1, TO_DEVICE, 10)
+    end = asked.mark(1)
+    asked.wait(2, end)
+    asked.compute(2, 2)
+    later = asked.mark(2)
+    asked.advance(0.9)
+    assert math.isinf(asked.at(end))
+    asked.advance(50)
+    assert (asked.at(end), asked.at(later)) == pytest.approx((1, 3))
+
+
+def test_streams_that_compute_share_the_device(asked: Asked) -> None:
+    asked.compute(1, 1)
+    asked.compute(2, 3)
+    ends = asked.mark(1), asked.mark(2)
+    asked.advance(100)
+    assert [asked.at(end) for end in ends] == pytest.approx([2, 4])
+
+
+WANTED = 14.0, 8.0, 6.0
+"""By the CPU and the links, with FIGURES."""
+
+
+@pytest.mark.parametrize(
+    ("total", "shares"),
+    [
+        (28, WANTED),
+        (20, [20 * each / 27.6 for each in (14 * 1.0, 8 * 0.8, 6 * 1.2)]),
+        (26, [20 * each / 20.4 for each in (14 * 1.0, 8 * 0.8)] + [6]),
+    ],
+)
+def test_host_memory_is_divided_by_weight_and_demand(total: float, shares: Sequence[float]) -> None:
+    """None gets more than it wants, which leaves more to the others."""
+    asked = Asked([*FIGURES[:-1], total])
+    ends = [asked.update(shares[0] / 2, rate=7, traffic=2)]
+    for link in (TO_DEVICE, TO_HOST):
+        asked.copy(link, link, shares[1 + link])
+        ends.append(asked.mark(link))
+    asked.advance(1e6)
+    assert [asked.at(end) for end in ends] == pytest.approx([1, 1, 1])
+
+
+@pytest.mark.parametrize("name", ["h200", "h100"])
+def test_rates_with_all_three_busy_are_those_that_were_measured(name: str) -> None:
+    found, second, traffic = machine(name), 1e-3, 28
+    asked = Asked(found.figures)
+    rate, *links = found.beside
+    ends = [asked.update(rate * second, found.profile.cpu_update_rate, traffic)]
+    for link, bandwidth in enumerate(links):
+        asked.copy(link, link, bandwidth * second)
+        ends.append(asked.mark(link))
+    asked.advance(1)
+    assert [asked.at(end) for end in ends] == pytest.approx([second] * 3, rel=1e-6)
+
+
+FLOORS = {"h200": (400, 321, 240, 288, 227), "h100": (346, 300, 229)}
+"""Milliseconds by the project's simulator on the measured profiles, in the order of SETTINGS."""
+
+
+@pytest.mark.parametrize("name", FLOORS)
+def test_floors_are_those_of_the_simulator(name: str) -> None:
+    settings = list(SETTINGS.values())[: len(FLOORS[name])]
+    found = [1e3 * machine(name).floor_s(setting, PARAMETERS, attached=True) for setting in settings]
+    assert found == pytest.approx(FLOORS[name], rel=0.05)
+
+
+def test_a_small_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it runs, in a process of its own; its times say nothing."""
+    try:
+        library()
+    except UnavailableError as unavailable:
+        pytest.skip(str(unavailable))
+    words = "--machine h200 --setting half --attached --layers 2 --warm-up 1 --steps 1 --process-group --json"
+    status = dry.main(words.split())
+    (row,) = read_figures(capsys.readouterr().out, status)["rows"]
+    assert row.keys() >= set(dry.COLUMNS)
+    assert row["iteration_ms"] > row["device_backward_ms"] > 2 * 3.6
