@@ -1,4 +1,4 @@
-"""Compiles the simulated accelerator for the torch that is installed: ``python -m experiments.simdev.build``."""
+"""Compiles the simulated accelerator for the torch that is installed."""
 
 from __future__ import annotations
 
@@ -59,10 +59,3 @@ def _compiled(name: str, flags: tuple[str, ...], version: str) -> Path:
         subprocess.run([compiler, *_FLAGS, str(_FOLDER / name), "-o", str(made), *flags], check=True)
         made.replace(found)  # at once, for another process may look
     return found
-
-
-if __name__ == "__main__":
-    try:
-        print(library())
-    except UnavailableError as error:
-        print(f"The simulated accelerator is not built, and its tests are skipped: {error}.")
