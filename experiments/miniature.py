@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +23,8 @@ UPDATE_S = 0.4
 
 def without_fixed_costs(profile: HardwareProfile) -> HardwareProfile:
     """The machine without fixed costs of copies, launches and disk: they would not be slowed down with rates."""
-    return dataclasses.replace(profile, copy_latency_s=0.0, launch_latency_s=0.0, disk_latency_s=0.0)
+    fixed = ("copy_latency_s", "launch_latency_s", "turn_latency_s", "disk_latency_s")
+    return profile.replace(**dict.fromkeys(fixed, 0.0))
 
 
 def equal_subgroups(numel: int, size: int, **workload: Any) -> Workload:

@@ -49,6 +49,20 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class ThreadRates:
+    """What depends on the number of threads of the CPU update: fields of `HardwareProfile`, by the same names."""
+
+    cpu_threads: int
+    cpu_update_rate: float
+    host_bandwidth: float
+    h2d_weight: float
+    d2h_weight: float
+
+    def __post_init__(self) -> None:
+        _check(self, "rates by threads")
+
+
+@dataclass(frozen=True)
 class HardwareProfile:
     """The rates of one machine, as one rank sees them when it runs alone. Bytes and parameters per second, seconds.
 
@@ -59,7 +73,7 @@ class HardwareProfile:
     h2d_bandwidth_duplex, d2h_bandwidth_duplex: bytes/s of each direction while both run.
     gpu_update_rate: parameters/s that the GPU updates.
     copy_latency_s: fixed cost of a copy.
-    launch_latency_s: fixed cost of an update, on either processor.
+    launch_latency_s: fixed cost of an update on the GPU.
     disk_read_bandwidth, disk_write_bandwidth: bytes/s of reading from all folders of state on disk, and of writing,
         alone; with _duplex while both go on. Where nothing was measured, those of a modest NVMe drive.
     disk_latency_s: fixed cost of a read or write.
@@ -70,6 +84,10 @@ class HardwareProfile:
     cpu_speed_split, gpu_speed_split, cpu_speed_int8, gpu_speed_int8: how many times as fast updates of state in these
         formats are as those that the update rates are of, which have 28 bytes of traffic per parameter. Where that
         was not measured, split ones count as equally fast, and int8 ones as faster as they move fewer bytes.
+    h2d_weight, d2h_weight: how copies in these directions share host DRAM with the CPU, whose weight is 1, where it
+        cannot serve all (`sharing.shared_speeds`). By default those with which an H200 and an H100 are within 12%.
+    turn_latency_s: fixed cost of an update on the CPU; None: as of one on the GPU.
+    by_threads: the rates with each number of threads that was measured.
 
     Raises ValueError for a figure that no machine has: rates from 1e-30 to 1e30, latencies from 0 to 1e6 s.
     """
@@ -96,27 +114,34 @@ class HardwareProfile:
     gpu_speed_split: float = 1.0
     cpu_speed_int8: float = _FEWER_BYTES
     gpu_speed_int8: float = _FEWER_BYTES
+    h2d_weight: float = 0.7
+    d2h_weight: float = 1.06
+    turn_latency_s: float | None = None
+    by_threads: tuple[ThreadRates, ...] = ()
     provenance: Provenance = field(default_factory=lambda: Provenance("data sheet"))
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise ValueError(f"profile name must be a text, found {self.name!r}")
-        for name, (least, most, integer) in _LIMITS.items():
-            value = getattr(self, name)
-            known = isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
-            if known and not isinstance(value, int | float):  # one of numpy's, which JSON has not
-                value = int(value) if integer else float(value)
-                object.__setattr__(self, name, value)
-            if not (known and least <= value <= most) and not (name == "host_bandwidth" and value == math.inf):
-                kind = "a whole" if integer else "a positive" if least else "a"
-                raise ValueError(
-                    f"profile {self.name!r}: {name} must be {kind} number from {least:g} to {most:g}, found {value!r}"
-                )
+        _check(self, f"profile {self.name!r}")
 
     @property
     def host_bandwidth_per_rank(self) -> float:
         """Bytes/s of host DRAM that one rank can count on while its neighbours do the same as it does."""
         return self.host_bandwidth / self.ranks_per_host
+
+    @property
+    def cpu_latency_s(self) -> float:
+        """Fixed cost of an update on the CPU, in seconds."""
+        return self.launch_latency_s if self.turn_latency_s is None else self.turn_latency_s
+
+    def with_threads(self, threads: int) -> HardwareProfile:
+        """The profile with this number of threads of the CPU update. Raises ValueError if that was not measured."""
+        for each in self.by_threads:
+            if each.cpu_threads == threads:
+                return self.replace(**dataclasses.asdict(each))
+        known = ", ".join(str(each.cpu_threads) for each in self.by_threads) or "none"
+        raise ValueError(f"profile {self.name!r} has no rates of {threads} threads; there are {known}")
 
     def speed(self, lane: Lane, state_format: str) -> float:
         """How many times as fast updates of state in a format are as the lane's rate says."""
@@ -127,9 +152,12 @@ class HardwareProfile:
         given: object = factor
         if not isinstance(given, numbers.Real):
             raise TypeError(f"factor must be a number, found {factor!r}")
-        return self.replace(
-            **{name: getattr(self, name) * float(factor) for name in RATES if name != "cpu_traffic_factor"}
-        )
+
+        def times(one: Any) -> Any:
+            scaled = (name for name in RATES if name != "cpu_traffic_factor" and hasattr(one, name))
+            return dataclasses.replace(one, **{name: getattr(one, name) * float(factor) for name in scaled})
+
+        return times(self.replace(by_threads=tuple(map(times, self.by_threads))))
 
     def replace(self, **values: Any) -> HardwareProfile:
         """The profile with other values of the fields that are named."""
@@ -167,11 +195,12 @@ class HardwareProfile:
         arguments = {name: value for name, value in values.items() if name in fields}
         if arguments["host_bandwidth"] is None:
             arguments["host_bandwidth"] = math.inf
-        if "provenance" in arguments:
-            try:
-                arguments["provenance"] = Provenance(**arguments["provenance"])
-            except TypeError as error:
-                raise ValueError(f"hardware profile {arguments['name']!r}: bad provenance: {error}") from None
+        for name, kind in (("provenance", _provenance), ("by_threads", _by_threads)):
+            if name in arguments:
+                try:
+                    arguments[name] = kind(arguments[name])
+                except TypeError as error:
+                    raise ValueError(f"hardware profile {arguments['name']!r}: bad {name}: {error}") from None
         return cls(**arguments)
 
     def save(self, path: str | Path) -> None:
@@ -201,16 +230,41 @@ RATES = tuple(
 """The fields that must be positive."""
 LINK_RATES = tuple(name for name in RATES if name.startswith(("h2d", "d2h")))
 DISK_RATES = tuple(name for name in RATES if name.startswith("disk"))
+WEIGHTS = "h2d_weight", "d2h_weight"
+"""The fields that say how host DRAM is shared, over the CPU's 1."""
 SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" in f.name)
 """The fields that are relative to a rate."""
 _LIMITS: dict[str, tuple[float, float, bool]] = {
-    **dict.fromkeys((*RATES, *SPEEDS), (1e-30, 1e30, False)),
-    **dict.fromkeys(("copy_latency_s", "launch_latency_s", "disk_latency_s"), (0, 1e6, False)),
+    **dict.fromkeys((*RATES, *SPEEDS, *WEIGHTS), (1e-30, 1e30, False)),
+    **dict.fromkeys(("copy_latency_s", "launch_latency_s", "turn_latency_s", "disk_latency_s"), (0, 1e6, False)),
     "ranks_per_host": (1, 1 << 20, True),
     "cpu_threads": (0, 1 << 20, True),
 }
 """The least and the most that each figure may be, and whether it is an integer. No machine is near them, and times that
 follow from figures within them are numbers."""
+
+
+def _check(one: object, what: str) -> None:
+    """Raise ValueError for a figure that no machine has. Figures of numpy become Python's, as JSON has no others."""
+    for name, (least, most, integer) in _LIMITS.items():
+        value: Any = getattr(one, name, None)
+        if value is None and (name == "turn_latency_s" or not hasattr(one, name)):
+            continue
+        known = isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
+        if known and not isinstance(value, int | float):
+            value = int(value) if integer else float(value)
+            object.__setattr__(one, name, value)
+        if not (known and least <= value <= most) and not (name == "host_bandwidth" and value == math.inf):
+            kind = "a whole" if integer else "a positive" if least else "a"
+            raise ValueError(f"{what}: {name} must be {kind} number from {least:g} to {most:g}, found {value!r}")
+
+
+def _provenance(values: Any) -> Provenance:
+    return Provenance(**values)
+
+
+def _by_threads(values: Any) -> tuple[ThreadRates, ...]:
+    return tuple(ThreadRates(**each) for each in values)
 
 
 def builtin_profiles() -> dict[str, HardwareProfile]:

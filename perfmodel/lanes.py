@@ -10,23 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from perfmodel.hardware import HardwareProfile
+from perfmodel.sharing import shared_speeds
 from perfmodel.timeline import Lane
-
-
-def shared_rates(demands: Sequence[float], capacity: float) -> list[float]:
-    """The rate that each of several concurrent users gets of a shared capacity, in the unit of both (bytes/s).
-
-    All get their demand while the capacity suffices. Beyond, it is shared in equal parts, and the others share the rest
-    of a part that is more than its user needs (max-min fairness): DMA keeps its rate beside a CPU that asks for more
-    than there is.
-    """
-    if sum(demands) <= capacity:
-        return list(demands)
-    rates = [0.0] * len(demands)
-    for position, user in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
-        rates[user] = min(demands[user], capacity / (len(demands) - position))
-        capacity -= rates[user]
-    return rates
 
 
 class Stream(enum.IntEnum):
@@ -58,6 +43,7 @@ class Service(NamedTuple):
     rate, latency: the figures of a profile for its work alone: bytes/s or parameters/s, and a fixed cost in seconds.
     through_host: whether it serves copies, whose bytes go through host DRAM once.
     beside, duplex: while that lane is busy, too, this is the rate.
+    weight: its part of host DRAM that cannot serve all, over the CPU's: that figure of a profile, or a number.
     """
 
     streams: tuple[Stream, ...]
@@ -66,14 +52,17 @@ class Service(NamedTuple):
     through_host: bool
     beside: int | None = None
     duplex: str = ""
+    weight: str | float = 1.0
 
     def seconds(self, size: float, profile: HardwareProfile) -> float:
         """Seconds of work alone. size: bytes or parameters."""
         return float(getattr(profile, self.latency) + size / getattr(profile, self.rate))
 
 
+_SERVED_FIRST = 1e3
+"""The weight of the disk, the smallest user of host DRAM: it keeps its rate until nearly nothing is left for others."""
 LANES = {
-    Lane.CPU: Service((Stream.CPU,), "cpu_update_rate", "launch_latency_s", False),
+    Lane.CPU: Service((Stream.CPU,), "cpu_update_rate", "cpu_latency_s", False),
     Lane.GPU: Service((Stream.GPU, Stream.COMPUTE), "gpu_update_rate", "launch_latency_s", False),
     Lane.H2D: Service(
         (Stream.PREFETCH, Stream.PARAMETER, Stream.WEIGHTS, Stream.RESTORE),
@@ -82,6 +71,7 @@ LANES = {
         True,
         D2H,
         "h2d_bandwidth_duplex",
+        "h2d_weight",
     ),
     Lane.D2H: Service(
         (Stream.GRADIENT, Stream.FLUSH, Stream.SAVE),
@@ -90,15 +80,29 @@ LANES = {
         True,
         H2D,
         "d2h_bandwidth_duplex",
+        "d2h_weight",
     ),
     Lane.READ: Service(
-        (Stream.READ,), "disk_read_bandwidth", "disk_latency_s", True, DISK_WRITE, "disk_read_bandwidth_duplex"
+        (Stream.READ,),
+        "disk_read_bandwidth",
+        "disk_latency_s",
+        True,
+        DISK_WRITE,
+        "disk_read_bandwidth_duplex",
+        _SERVED_FIRST,
     ),
     Lane.WRITE: Service(
-        (Stream.WRITE,), "disk_write_bandwidth", "disk_latency_s", True, DISK_READ, "disk_write_bandwidth_duplex"
+        (Stream.WRITE,),
+        "disk_write_bandwidth",
+        "disk_latency_s",
+        True,
+        DISK_READ,
+        "disk_write_bandwidth_duplex",
+        _SERVED_FIRST,
     ),
 }
 """All lanes. One more is a row more, at the end."""
+_LANES = tuple(LANES.values())
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for lanes that fewer feed."""
@@ -121,7 +125,7 @@ def run_tasks(
     then the one issued first. Activations and weights go before state, and interrupt it: a device lets them in where a
     piece of state ends, of 32 MiB, which is taken as no time (on an H200 it was 3% of what was queued before). A copy
     beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
-    `shared_rates`.
+    `sharing.shared_speeds`.
     """
     if not tasks:
         return [], []
@@ -219,8 +223,11 @@ def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[
         getattr(profile, lane.duplex) / getattr(profile, lane.rate)
         if number in demands and lane.beside in demands
         else 1.0
-        for number, lane in enumerate(LANES.values())
+        for number, lane in enumerate(_LANES)
     ]
-    wanted = [demands.get(number, 0.0) * speed for number, speed in enumerate(speeds)]
-    granted = shared_rates(wanted, profile.host_bandwidth_per_rank)
-    return [s * (grant / want) if want > 0 else s for s, grant, want in zip(speeds, granted, wanted, strict=True)]
+    busy = list(demands)
+    weights = [w if isinstance(w := _LANES[number].weight, float) else getattr(profile, w) for number in busy]
+    wanted = [demands[number] * speeds[number] for number in busy]
+    for number, share in zip(busy, shared_speeds(wanted, weights, profile.host_bandwidth_per_rank), strict=True):
+        speeds[number] *= share
+    return speeds

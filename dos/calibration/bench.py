@@ -16,14 +16,14 @@ from dos.devices import Device, Job, pinned_zeros
 from dos.devices.pinned import lazy_zeros
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, adam_update, prepare
 from perfmodel import Lane, Op, Span
-from perfmodel.format import CODED, MASTER, MIXED, REST, SPLIT, Format
+from perfmodel.format import BLOCK, CODED, MASTER, MIXED, REST, SPLIT, Format
 
 SMALL = 256
 """How many times smaller the jobs are that show fixed costs; nothing measured has fewer elements."""
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 _BATCH = 4  # jobs queued at once, as the engine does
-_BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
+BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
 
 
 def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bool) -> dict[Format, AdamArrays]:
@@ -76,6 +76,12 @@ class Bench:
         seconds = self._rounds.timed(lambda: [[self.update_host(n).duration] for n in counts], len(counts))
         return {n: each.rate(self._effort.host_numel) for n, each in zip(counts, seconds, strict=True)}
 
+    def cpu_turn(self, threads: int) -> Figure:
+        """Measure the fixed cost of an update on the CPU in seconds."""
+        numel = self._effort.host_numel
+        small = max(BLOCK, numel // SMALL)
+        return self._rounds.fit(lambda n: [self.update_host(threads, numel=n)], numel, small)[1]
+
     def cpu_speeds(self, threads: int) -> dict[str, Figure]:
         """Measure how many times as fast as in mixed precision the CPU updates in each other format, in turns."""
         return self._speeds("cpu", lambda: [self.update_host(threads, kept).duration for kept in self._host])
@@ -89,7 +95,7 @@ class Bench:
         """The measurements of copies."""
         nbytes = self._effort.copy_bytes
         update = "cpu_update_rate_beside"
-        return Link(self._rounds, _BANDWIDTHS, "copy_latency_s", update, nbytes, nbytes // SMALL, self._transfer)
+        return Link(self._rounds, BANDWIDTHS, "copy_latency_s", update, nbytes, nbytes // SMALL, self._transfer)
 
     def device_update(self) -> dict[str, Figure]:
         """Measure parameters/s on the device, and the fixed cost of a launch in seconds."""
@@ -110,9 +116,12 @@ class Bench:
 
         return self._speeds("gpu", run)
 
-    def update_host(self, threads: int, kept: Format = MIXED) -> Span:
-        """Run an update with this number of threads, of state in this format; return its span."""
-        numel, device = self._effort.host_numel, self._device
+    def update_host(self, threads: int, kept: Format = MIXED, numel: int | None = None) -> Span:
+        """Run an update with this number of threads, of state in this format; return its span.
+
+        numel: parameters, by default those of the effort.
+        """
+        numel, device = self._effort.host_numel if numel is None else numel, self._device
         update: AbstractContextManager[float] = nullcontext(time.perf_counter())
         if device is not None:
             update = device.host_update(numel, int(numel * kept.update_traffic), kept.name)

@@ -35,15 +35,18 @@ _ROWS = {
     "cpu_update_rate": ("CPU update", "param/s"),
     "cpu_update_rate_beside": ("  beside copies both ways", "param/s"),
     "cpu_update_rate_beside_disk": ("  beside disk reads and writes", "param/s"),
+    "turn_latency_s": ("  fixed cost", "s"),
     "cpu_speed_split": ("  split state", "times"),
     "cpu_speed_int8": ("  int8 state", "times"),
     "host_bandwidth": ("host memory, per rank", "B/s"),
     "h2d_bandwidth": ("host to device", "B/s"),
     "h2d_bandwidth_duplex": ("  while both ways run", "B/s"),
     "h2d_bandwidth_beside": ("  and a CPU update", "B/s"),
+    "h2d_weight": ("  part of scarce host memory", "times"),
     "d2h_bandwidth": ("device to host", "B/s"),
     "d2h_bandwidth_duplex": ("  while both ways run", "B/s"),
     "d2h_bandwidth_beside": ("  and a CPU update", "B/s"),
+    "d2h_weight": ("  part of scarce host memory", "times"),
     "copy_latency_s": ("fixed cost of a copy", "s"),
     "gpu_update_rate": ("device update", "param/s"),
     "gpu_speed_split": ("  split state on the device", "times"),
@@ -121,7 +124,7 @@ def table(found: Measurement, profile: HardwareProfile) -> Table:
                 "noisy" if noisy else "",
                 style="red" if noisy else None,
             )
-        elif hasattr(profile, name):
+        elif getattr(profile, name, None) is not None:
             result.add_row(label, quantity(getattr(profile, name), unit), "", "not measured", style="dim")
     return result
 

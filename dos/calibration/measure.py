@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from dos.calibration.bench import SMALL, Bench
 from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.rounds import Effort, Exchange, Figure, Link, Rounds
 from dos.devices import Device
-from dos.machine.profiles import BUSY
+from dos.machine.profiles import BUSY, NOT_MEASURED, ROUGH
 from dos.machine.threads import kernel_threads
-from perfmodel import Span
 from perfmodel.format import BLOCK, MIXED
-from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
+from perfmodel.hardware import RATES, SPEEDS, WEIGHTS, HardwareProfile, Provenance, ThreadRates
 
 Progress = Callable[[str, float], None]
 """A function of the label of the next measurement, and the share of all that is done."""
@@ -31,6 +31,9 @@ ENOUGH_CPU = 0.8
 
 WITHIN = 0.03
 """The share by which fewer threads may be slower and are still preferred."""
+
+UNCONTENDED = 0.95
+"""The least share of its own rate with which something counts as not slowed down by others."""
 
 FULL = Effort(
     seconds=3.0,
@@ -55,6 +58,8 @@ class Measurement:
         `d2h_bandwidth_beside`, those three at once; with a disk `cpu_update_rate_beside_disk`,
         `disk_read_bandwidth_beside` and `disk_write_bandwidth_beside`, those three at once.
     trials: parameters/s of the CPU update by number of threads.
+    beside: with an accelerator, by number of threads the figures that depend on it: `host_bandwidth`, and
+        `h2d_weight` and `d2h_weight` where updates and copies slowed each other down.
     threads: the number chosen.
     cpu_share: the share of CPU time that these threads got from other programs, of the time they wanted; 1 on an
         emulated device, whose host mostly waits.
@@ -66,6 +71,7 @@ class Measurement:
     threads: int
     cpu_share: float
     notes: Sequence[str] = ()
+    beside: Mapping[int, dict[str, Figure]] = dataclasses.field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
@@ -77,9 +83,9 @@ class Measurement:
         fields = [f.name for f in dataclasses.fields(base)]
         values: dict[str, Any] = {name: figure.value for name, figure in self.figures.items() if name in fields}
         parts = [note, *self.notes]
-        missing = [name for name in RATES + SPEEDS if name not in values and name != "cpu_traffic_factor"]
+        missing = [name for name in RATES + WEIGHTS + SPEEDS if name not in values and name != "cpu_traffic_factor"]
         if missing:
-            parts.append(f"not measured, taken from the profile {base.name!r}: {', '.join(missing)}")
+            parts.append(f"{NOT_MEASURED} {base.name!r}: {', '.join(missing)}")
         if self.busy:
             parts.insert(0, f"{BUSY}: got {self.cpu_share:.0%} of the CPU time it wanted")
         return dataclasses.replace(
@@ -89,8 +95,14 @@ class Measurement:
             ranks_per_host=ranks,
             cpu_traffic_factor=1.0,
             cpu_threads=self.threads,
+            by_threads=tuple(self._by_threads(n, base, ranks) for n in self.beside),
             provenance=Provenance("measured", date.today().isoformat(), machine, "; ".join(filter(None, parts))),
         )
+
+    def _by_threads(self, threads: int, base: HardwareProfile, ranks: int) -> ThreadRates:
+        found = self.beside[threads]
+        weights = (found[name].value if name in found else getattr(base, name) for name in WEIGHTS)
+        return ThreadRates(threads, self.trials[threads].value, found["host_bandwidth"].value * ranks, *weights)
 
 
 def base_profile(device: Device | None) -> HardwareProfile:
@@ -110,7 +122,7 @@ def measure_minimum(device: Device | None) -> HardwareProfile:
     It is of this rank with its present number of threads; the memory of the measurement is released. Updates are not
     measured in each format of the state. Without enough device memory, or without a device, only the host is measured.
     """
-    note = "roughly, at the first step; `python -m dos.calibrate` does better"
+    note = f"{ROUGH}; `python -m dos.calibrate` does better"
     threads = [kernel_threads()]
     try:
         found = measure(device, MINIMUM, threads)
@@ -139,13 +151,14 @@ def measure(
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
     ranks: the number that share the host's memory. disk: folders for state on disk.
 
-    **Host bandwidth.** The model (`perfmodel.lanes.shared_rates`) lets CPU update and transfers run at their own
-    rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it max-min fairly. So
-    it is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
-    byte each) while all three run at once. Where they did not slow each other down, the bandwidth may be larger, and
-    the model predicts the same: no slowdown. Without transfers it is the bytes/s of the CPU update alone. It is never
-    less than the bytes/s of the CPU update or transfers alone, or of CPU update, reads and writes together, because the
-    model would slow them down even then. `cpu_traffic_factor` stays 1.
+    **Host bandwidth.** The model (`perfmodel.sharing.shared_speeds`) lets CPU update and transfers run at their own
+    rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it in proportion to
+    weights. So the bandwidth is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of
+    transfers both ways (one byte each) while all three run at once, and the weights are the shares of their own rates
+    that the transfers kept then, over the CPU's; measured for each number of threads. Where they did not slow each
+    other down, the bandwidth may be larger, and the model predicts the same: no slowdown. Without transfers it is the
+    bytes/s of the CPU update alone. It is never less than the bytes/s of the CPU update or transfers alone, or of CPU
+    update, reads and writes together, because the model would slow them down even then. `cpu_traffic_factor` stays 1.
 
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
@@ -156,36 +169,49 @@ def measure(
         progress("CPU update", 0.0)
         trials = bench.cpu_update(threads)
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})
-        figures = {"cpu_update_rate": trials[chosen]}
+        figures, rates = {"cpu_update_rate": trials[chosen]}, dict(trials)
         stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
+        by_threads: dict[int, dict[str, Figure]] = {}
 
-        def update() -> list[Span]:
-            return [bench.update_host(chosen)]
+        def turns() -> dict[str, Figure]:
+            fixed = bench.cpu_turn(chosen)
+            for n, with_fixed in trials.items():
+                rates[n] = with_fixed.without(fixed, rounds.effort.host_numel)
+            return {"turn_latency_s": fixed, "cpu_update_rate": rates[chosen]}
+
+        def beside(link: Link, threads: int) -> dict[str, Figure]:
+            return link.beside(figures, lambda: [bench.update_host(threads)], rounds.effort.host_numel)
+
+        def copies_beside(link: Link, threads: int) -> dict[str, Figure]:
+            found = beside(link, threads)
+            # Of rates with fixed costs, as those beside each other are.
+            found |= weights(figures | {"cpu_update_rate": trials[threads]} | found, link)
+            total = _host_bandwidth(figures | {"cpu_update_rate": rates[threads]} | found)
+            by_threads[threads] = {"host_bandwidth": total} | {name: found[name] for name in WEIGHTS if name in found}
+            return found if threads == chosen else {}
 
         def add(name: str, link: Link) -> None:
-            stages.extend(
-                [
-                    (name, link.alone),
-                    (f"{name} both ways", lambda: link.duplex(figures)),
-                    (f"{name} beside CPU updates", lambda: link.beside(figures, update, rounds.effort.host_numel)),
-                ]
-            )
+            stages.extend([(name, link.alone), (f"{name} both ways", lambda: link.duplex(figures))])
 
         if effort.formats:
             stages.append(("CPU updates by format", lambda: bench.cpu_speeds(chosen)))
         if device is not None:
+            stages.append(("short CPU updates", turns))
             add("copies", bench.link)
+            stages += [(f"copies beside updates by {n} threads", partial(copies_beside, bench.link, n)) for n in trials]
             stages.append(("device updates", bench.device_update))
             if effort.formats:
                 stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
         if on_disk is not None:
             add("disk", on_disk.link)
+            stages.append(("disk beside CPU updates", lambda: beside(on_disk.link, chosen)))
         for done, (label, stage) in enumerate(stages, 1):
             progress(label, done / (len(stages) + 1))
             figures |= stage()
         notes = [on_disk.note()] if on_disk is not None else []
     figures["host_bandwidth"] = _host_bandwidth(figures)
-    found = Measurement(figures, trials, chosen, 1.0 if emulated else bench.cpu_share(chosen))
+    share = 1.0 if emulated else bench.cpu_share(chosen)
+    found = Measurement(figures, rates, chosen, share, beside=by_threads)
     if on_disk is not None:
         notes.append(unexplained(figures, found.profile(base_profile(device), "")))
     return dataclasses.replace(found, notes=[note for note in notes if note])
@@ -213,6 +239,25 @@ def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
         copy_bytes=max(copied, 8 * SMALL),
         disk_bytes=max(on_disk, LEAST_BYTES),
     )
+
+
+def weights(figures: dict[str, Figure], link: Link) -> dict[str, Figure]:
+    """Return the weights of copies both ways, over that of a CPU update, by the rates of all three at once.
+
+    None if they did not slow each other down.
+    """
+    speeds = {
+        "": figures["cpu_update_rate_beside"].value / figures["cpu_update_rate"].value,
+        **link.speeds_beside(figures),
+    }
+    if min(speeds.values()) > UNCONTENDED:
+        return {}
+    spread = max(figures[name].spread for name in figures if name.endswith("_beside"))
+    return {
+        f"{name.removesuffix('_bandwidth')}_weight": Figure(speed / speeds[""], spread)
+        for name, speed in speeds.items()
+        if name
+    }
 
 
 def _host_bandwidth(figures: dict[str, Figure]) -> Figure:

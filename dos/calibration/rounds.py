@@ -39,6 +39,11 @@ class Figure:
         """Return `amount` per second, of a figure in seconds in which `amount` is done."""
         return Figure(amount / self.value, self.spread)
 
+    def without(self, fixed: Figure, amount: float) -> Figure:
+        """Return this rate, at which `amount` was done, without a fixed cost in seconds."""
+        seconds = amount / self.value
+        return Figure(amount / max(seconds - fixed.value, seconds / 2), self.spread)
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -176,6 +181,18 @@ class Link(NamedTuple):
         seconds = self._together(alone, update)
         rates = {f"{name}_beside": seconds[op].rate(self.nbytes) for op, name in self.rates.items()}
         return {self.update: seconds[Op.UPDATE].rate(numel), **rates}
+
+    def speeds_beside(self, figures: Mapping[str, Figure]) -> dict[str, float]:
+        """Return the share of the rate while both ways run that each way kept beside updates as well, by its field."""
+        alone_s = self._seconds(figures)
+        return {
+            name: alone_s[op]
+            * figures[name].value
+            / figures[f"{name}_duplex"].value
+            * figures[f"{name}_beside"].value
+            / self.nbytes
+            for op, name in self.rates.items()
+        }
 
     def _together(self, alone: Mapping[str, Figure], update: Work | None = None) -> dict[Op, Figure]:
         works = {op: partial(self.transfer, op, self.nbytes) for op in self.rates}

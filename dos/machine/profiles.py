@@ -11,11 +11,15 @@ from pathlib import Path
 
 from dos.guard import warn
 from dos.machine.process import local_ranks, usable_cores
-from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.hardware import RATES, HardwareProfile, builtin_profiles
 
 COMMAND = "python -m dos.calibrate"
 BUSY = "measured while other programs had the CPU"
 """The note in a profile whose rates are too low for this reason."""
+ROUGH = "roughly, at the first step"
+"""The note in a profile that was measured in a moment."""
+NOT_MEASURED = "not measured, taken from the profile"
+"""The note in a profile before the rates that are another profile's."""
 
 
 def find_profile(device_name: str) -> HardwareProfile | None:
@@ -72,6 +76,15 @@ def check_named(profile: str | Path) -> None:
             f"profile {str(profile)!r} is neither a file nor a built-in profile ({', '.join(builtin)}); measure this "
             f"machine with `{COMMAND} --output {profile}`"
         )
+
+
+def calibrated_rates(profile: HardwareProfile) -> frozenset[str]:
+    """Return the names of the rates that `COMMAND` measured on a quiet machine."""
+    source, note = profile.provenance.source, profile.provenance.note
+    if source != "measured" or BUSY in note or ROUGH in note:
+        return frozenset()
+    of_others = note.partition(NOT_MEASURED)[2]
+    return frozenset(RATES) - {"cpu_traffic_factor", *re.findall(r"\w+", of_others)}
 
 
 def profile_path(device_name: str) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from dos.arguments import is_number
+from dos.machine.profiles import calibrated_rates
 from perfmodel import Lane, Op, Plan, Timeline, Workload
 from perfmodel.adaptive import AdaptivePlanner
 from perfmodel.demand import demands
@@ -104,16 +105,23 @@ class Refinement:
     memory.
 
     A lane counts only in steps in which it, and the lanes that slow it down, served only tasks of the schedule.
+
+    A rate that was calibrated stays within MOST of what it was then, and one of a lane alone does not rise: a larger
+    difference has another cause than the rate, which a plan made with another rate would not meet.
     """
 
     REMEMBERED = 5
     TOLERANCE = 0.05
+    MOST = 0.1
     SHORTEST_S = 1e-4
     """Lanes that were busy for less time do not count."""
 
     def __init__(self) -> None:
         self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.REMEMBERED) for lane in Lane}
         self._expected: tuple[tuple[HardwareProfile, Schedule, Workload], Timeline] | None = None
+        self._corrected: HardwareProfile | None = None
+        self._range: dict[str, tuple[float, float]] = {}
+        """The least and the most that calibrated rates may become."""
 
     def correct(
         self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline
@@ -140,7 +148,16 @@ class Refinement:
         busy = {lane for lane, ratios in self._ratios.items() if ratios}
         for ratios in self._ratios.values():
             ratios.clear()
-        return profile.replace(**_corrected(profile, workload, off, busy))
+        if self._corrected is not profile:
+            self._range = _ranges(profile, self.MOST)
+        rates = _corrected(profile, workload, off, busy)
+        rates |= {
+            name: min(max(rates[name], least), most) for name, (least, most) in self._range.items() if name in rates
+        }
+        if any(rate != getattr(profile, name) for name, rate in rates.items()):
+            profile = profile.replace(**rates)
+        self._corrected = profile
+        return profile
 
     def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
         """Return the predicted timeline of the optimizer's own work."""
@@ -161,6 +178,18 @@ def _waits_for_backward(schedule: Schedule) -> bool:
 def _served(timeline: Timeline, lanes: tuple[Lane, ...]) -> Counter[tuple[Lane, Op, int | None]]:
     """Return the work that these lanes did, with the number of times."""
     return Counter((span.lane, span.op, span.subgroup) for span in timeline.spans if span.lane in lanes)
+
+
+def _ranges(profile: HardwareProfile, most: float) -> dict[str, tuple[float, float]]:
+    """Return the least and the most that each calibrated rate may become: `most` of it less or more."""
+    found = {}
+    for name in calibrated_rates(profile):
+        rate = getattr(profile, name)
+        found[name] = (1 - most) * rate, (1 + most) * rate
+        if name != "host_bandwidth":  # that of a lane alone is the most that it ever has
+            alone = getattr(profile, name.removesuffix("_duplex"))
+            found[name] = (1 - most) * rate, min((1 + most) * rate, max(alone, rate))
+    return found
 
 
 def _corrected(

@@ -18,7 +18,6 @@ from scipy import optimize
 
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import shared_rates
 
 NOISE = 0.08
 """Relative residual from which a run counts as an outlier rather than as noise (soft L1 loss)."""
@@ -124,14 +123,16 @@ def update_seconds(run: Run, profile: HardwareProfile) -> float:
 def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacity: float) -> float:
     """Seconds until two concurrent jobs, each (seconds alone, bytes of host traffic), have both ended.
 
-    While both run they share `capacity` bytes/s by `shared_rates`; then the longer one has it to itself.
+    While both run they share `capacity` bytes/s in equal parts, and what one does not need of its part goes to the
+    other (max-min fairness), which predicts these runs better than sharing in proportion; then the longer one has it
+    to itself.
     """
     jobs = [job for job in (one, other) if job[0] > 0]
     if not jobs:
         return 0.0
     demands = [traffic / seconds for seconds, traffic in jobs]
     speeds = [
-        rate / demand if demand else 1.0 for rate, demand in zip(shared_rates(demands, capacity), demands, strict=True)
+        rate / demand if demand else 1.0 for rate, demand in zip(_max_min(demands, capacity), demands, strict=True)
     ]
     first = min(seconds / speed for (seconds, _), speed in zip(jobs, speeds, strict=True))
     rest = [
@@ -139,6 +140,15 @@ def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacit
         for (seconds, _), speed, demand in zip(jobs, speeds, demands, strict=True)
     ]
     return first + max(0.0, *rest)
+
+
+def _max_min(demands: Sequence[float], capacity: float) -> list[float]:
+    """The rate that each of several users gets of a capacity."""
+    rates = [0.0] * len(demands)
+    for position, user in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):
+        rates[user] = min(demands[user], capacity / (len(demands) - position))
+        capacity -= rates[user]
+    return rates
 
 
 @dataclass(frozen=True)

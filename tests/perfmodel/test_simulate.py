@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,14 +10,16 @@ from hypothesis import strategies as st
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import Stream, run_tasks, shared_rates
+from perfmodel.lanes import CPU, D2H, H2D, Stream, lane_speeds, run_tasks
 from perfmodel.policies import cpu_only, stride
+from perfmodel.sharing import shared_speeds
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
 from perfmodel.tasks import Schedule
 from perfmodel.workload import SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
 WHOLE = Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
 
 
@@ -73,27 +76,57 @@ def test_both_directions_at_once_are_slower() -> None:
 
 
 @pytest.mark.parametrize(
-    ("demands", "capacity", "rates"),
+    ("demands", "weights", "capacity", "speeds"),
     [
-        ([30.0, 10.0], 50.0, [30.0, 10.0]),
-        ([30.0, 10.0], 30.0, [20.0, 10.0]),
-        ([30.0, 10.0], 12.0, [6.0, 6.0]),
-        ([9.0, 30.0, 0.0, 30.0], 29.0, [9.0, 10.0, 0.0, 10.0]),
-        ([], 1.0, []),
+        ([30.0, 10.0], [1.0, 3.0], 50.0, [1.0, 1.0]),
+        ([30.0, 10.0], [1.0, 1.0], 20.0, [0.5, 0.5]),
+        ([30.0, 10.0], [1.0, 2.0], 20.0, [0.4, 0.8]),
+        ([30.0, 10.0], [1.0, 9.0], 25.0, [0.5, 1.0]),  # what the second does not need goes to the first
+        ([9.0, 30.0, 0.0, 30.0], [9.0, 1.0, 1.0, 2.0], 29.0, [1.0, 2 / 9, 1.0, 4 / 9]),
+        ([], [], 1.0, []),
     ],
 )
-def test_shared_rates(demands: list[float], capacity: float, rates: list[float]) -> None:
-    assert shared_rates(demands, capacity) == pytest.approx(rates)
+def test_shared_speeds(demands: list[float], weights: list[float], capacity: float, speeds: list[float]) -> None:
+    assert shared_speeds(demands, weights, capacity) == pytest.approx(speeds)
+
+
+users = st.lists(st.tuples(st.floats(0, 100), st.floats(0.1, 10), st.floats(0, 1)), max_size=5)
+
+
+@given(users, st.floats(1e-3, 300))
+def test_all_of_a_capacity_is_shared_and_no_share_falls_when_others_demand_less(
+    each: list[tuple[float, float, float]], capacity: float
+) -> None:
+    demands, weights, less = map(list, zip(*each, strict=True)) if each else ([], [], [])
+    speeds = shared_speeds(demands, weights, capacity)
+    served = sum(demand * speed for demand, speed in zip(demands, speeds, strict=True))
+    assert served == pytest.approx(min(sum(demands), capacity))
+    fewer = shared_speeds([d * factor for d, factor in zip(demands, less, strict=True)], weights, capacity)
+    assert all(0 < before <= after * (1 + 1e-9) <= 1 + 1e-8 for before, after in zip(speeds, fewer, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"), [("h200", (79.4e9, 27.8e9, 40.3e9)), ("h100", (110.6e9, 23.0e9, 35.7e9))]
+)
+def test_a_profile_without_weights_shares_as_an_h200_and_an_h100_did(
+    name: str, measured: tuple[float, float, float]
+) -> None:
+    """Host DRAM traffic of CPU updates and copies both ways at once, of bytes/s."""
+    profile = HardwareProfile.load(next(RESULTS.glob(f"nvidia-{name}-*/profile.json")))
+    demands = profile.cpu_update_rate * 28, profile.h2d_bandwidth, profile.d2h_bandwidth
+    speeds = lane_speeds(dict(zip((CPU, H2D, D2H), demands, strict=True)), profile)
+    found = [demand * speeds[lane] for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
+    assert found == pytest.approx(measured, rel=0.12)
 
 
 def test_host_bandwidth_is_shared() -> None:
-    """The CPU alone would cause 26 bytes/s, a copy 12: of 18 in all, each gets 9 until the copy has ended."""
-    load = Workload((SubgroupLoad(12, 0, 24, 144),) * 2)
-    timeline = simulate(Plan((S, C), (0, 1), 1), load, machine(host_bandwidth=18.0, gpu_update_rate=1e9))
-    assert timeline.on(Lane.H2D)[0].end == pytest.approx(144 / 9)
-    flushed = 144 / 9  # the flush competes as the prefetch did, by which time the CPU has moved 2 x 144 of its 312
-    assert timeline.on(Lane.D2H)[-1].end == pytest.approx(144 / 9 + flushed, rel=1e-6)
-    assert timeline.on(Lane.CPU)[0].end == pytest.approx(32 + (312 - 288) / 18, rel=1e-6)
+    """The CPU alone would cause 24 bytes/s, a copy 12: of 18 in all, each gets half of its rate."""
+    load = Workload((SubgroupLoad(12, 0, 0, 144),) * 2)
+    even = machine(host_bandwidth=18.0, gpu_update_rate=1e9, h2d_weight=1.0, d2h_weight=1.0)
+    timeline = simulate(Plan((S, C), (0, 1), 1), load, even)
+    assert timeline.on(Lane.H2D)[0].end == pytest.approx(24)
+    assert timeline.on(Lane.CPU)[0].end == pytest.approx(24, rel=1e-6), "288 bytes, of 12 a second"
+    assert timeline.on(Lane.D2H)[-1].end == pytest.approx(24 + 12, rel=1e-6), "alone"
 
 
 def test_ranks_and_traffic_factor_reduce_the_cpus_bandwidth() -> None:

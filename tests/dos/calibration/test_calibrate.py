@@ -14,17 +14,19 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from dos.calibration import command as calibrate
 from dos.calibration import measure
-from dos.calibration.rounds import Figure, Rounds
+from dos.calibration.bench import BANDWIDTHS
+from dos.calibration.rounds import Figure, Link, Rounds
 from dos.machine import profiles
 from perfmodel import Lane, Op, Span
-from perfmodel.hardware import RATES, SPEEDS, HardwareProfile, Provenance
+from perfmodel.hardware import RATES, SPEEDS, WEIGHTS, HardwareProfile, Provenance
+from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
 from tests.support.calibration import TINY
 from tests.support.clock import compares_with_a_clock
 from tests.support.processes import python
 from tests.support.training import profile
 
 MACHINE = profile(
-    host_bandwidth=150e6,
+    host_bandwidth=130e6,
     ranks_per_host=2,
     cpu_update_rate=2e6,
     h2d_bandwidth=40e6,
@@ -38,13 +40,16 @@ MACHINE = profile(
     gpu_speed_int8=2.5,
     copy_latency_s=20e-3,
     launch_latency_s=2e-3,
+    turn_latency_s=15e-3,
+    h2d_weight=0.6,
+    d2h_weight=0.9,
     disk_read_bandwidth=20e6,
     disk_write_bandwidth=15e6,
     disk_read_bandwidth_duplex=14e6,
     disk_write_bandwidth_duplex=9e6,
     disk_latency_s=10e-3,
 )
-"""So slow that pacing dominates. CPU update and both copies want 56 + 36 + 24 MB/s, a rank has 75."""
+"""So slow that pacing dominates. CPU update and both copies want 56 + 36 + 24 MB/s, a rank has 65."""
 
 GPU = "Some GPU"
 
@@ -80,7 +85,8 @@ def assert_measures_as(machine: HardwareProfile, expected: dict[str, float], *di
 @compares_with_a_clock
 def test_an_emulated_machine_measures_as_itself(tmp_path: Path) -> None:
     names = [name for name in RATES if name not in ("host_bandwidth", "cpu_traffic_factor")]
-    names += ["host_bandwidth_per_rank", "copy_latency_s", "launch_latency_s", "disk_latency_s", *SPEEDS]
+    names += ["host_bandwidth_per_rank", "copy_latency_s", "launch_latency_s", "turn_latency_s", "disk_latency_s"]
+    names += [*WEIGHTS, *SPEEDS]
     assert_measures_as(MACHINE, {name: getattr(MACHINE, name) for name in names}, tmp_path)
 
 
@@ -90,6 +96,39 @@ def test_without_contention_the_model_predicts_none() -> None:
     assert_measures_as(roomy, {"host_bandwidth": 28 * 2e6 + 36e6 + 24e6})
 
 
+def test_weights_are_those_with_which_the_model_shares() -> None:
+    numel, nbytes = 10**5, 2 * 10**6
+    figures = {name: Figure(getattr(MACHINE, name), 0.1) for name in RATES} | {"copy_latency_s": Figure(20e-3, 0.1)}
+    link = Link(Rounds(TINY, lambda value: [value]), BANDWIDTHS, "copy_latency_s", "", nbytes, 1, lambda op, size: [])
+    cpu_s = LANES[Lane.CPU].seconds(numel, MACHINE)
+    alone = {CPU: cpu_s, H2D: LANES[Lane.H2D].seconds(nbytes, MACHINE), D2H: LANES[Lane.D2H].seconds(nbytes, MACHINE)}
+    sizes = {CPU: numel, H2D: nbytes, D2H: nbytes}
+    for host, shared in ((130e6, True), (1e12, False)):
+        busy = {lane: sizes[lane] * (28 if lane == CPU else 1) / seconds for lane, seconds in alone.items()}
+        speeds = lane_speeds(busy, dataclasses.replace(MACHINE, host_bandwidth=host))
+        names = {CPU: "cpu_update_rate", H2D: "h2d_bandwidth", D2H: "d2h_bandwidth"}
+        for lane, name in names.items():
+            figures[f"{name}_beside"] = Figure(sizes[lane] / alone[lane] * speeds[lane], 0.2)
+        figures["cpu_update_rate"] = Figure(numel / cpu_s, 0.1)
+        expected = {name: pytest.approx(getattr(MACHINE, name)) for name in WEIGHTS} if shared else {}
+        assert {name: figure.value for name, figure in measure.weights(figures, link).items()} == expected
+
+
+def test_a_profile_has_rates_for_each_number_of_threads() -> None:
+    rates = {n: Figure(n * 1e9, 0.0) for n in (1, 2)}
+    beside = {n: {"host_bandwidth": Figure(n * 30e9, 0.0), "h2d_weight": Figure(n / 4, 0.0)} for n in rates}
+    figures = {"cpu_update_rate": rates[2], **beside[2]}
+    found = measure.Measurement(figures, rates, 2, 1.0, beside=beside).profile(MACHINE, "here", ranks=2)
+    assert found.with_threads(2) == found
+    fewer = found.with_threads(1)
+    assert (fewer.cpu_threads, fewer.cpu_update_rate, fewer.host_bandwidth) == (1, 1e9, 60e9)
+    assert (fewer.h2d_weight, fewer.d2h_weight) == (0.25, MACHINE.d2h_weight)
+    assert HardwareProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert found.scaled(0.5).with_threads(1) == fewer.scaled(0.5)
+    with pytest.raises(ValueError, match="no rates of 3 threads; there are 1, 2"):
+        found.with_threads(3)
+
+
 def test_fixed_costs_are_told_from_rates_and_ranks_agree_on_the_mean() -> None:
     def lasting(seconds: float) -> list[Span]:
         return [Span(Lane.CPU, Op.UPDATE, 0, 0.0, seconds)]
@@ -97,6 +136,7 @@ def test_fixed_costs_are_told_from_rates_and_ranks_agree_on_the_mean() -> None:
     rounds = Rounds(TINY, lambda value: [value])
     rate, fixed = rounds.fit(lambda numel: lasting(2e-3 + numel / 1e6), 10_000, 40)
     assert (rate.value, fixed.value) == pytest.approx((1e6, 2e-3))
+    assert Figure(10_000 / 12e-3, 0.1).without(Figure(2e-3, 0.2), 10_000) == Figure(pytest.approx(1e6), 0.1)
     rate, fixed = rounds.fit(lambda numel: lasting((numel / 1e6) ** 1.1), 10_000, 40)  # small jobs are faster
     assert (rate.value, fixed.value) == pytest.approx((1e6 * 0.01**-0.1, 0.0))
     assert Rounds(TINY, lambda value: [value, Figure(4.0, 0.2)]).agree(Figure(2.0, 0.1)) == Figure(3.0, 0.2)
@@ -287,6 +327,7 @@ def test_a_cache_that_cannot_be_written(cache: Path, capsys: pytest.CaptureFixtu
 RANKS = """
 import os, sys
 from dos.calibration import command as calibrate
+from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
 from tests.support.calibration import TINY
 calibrate.QUICK = TINY
 second = os.fork() == 0

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import Refinement
-from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
-from perfmodel.hardware import RATES, HardwareProfile
+from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload, lanes
+from perfmodel.hardware import RATES, HardwareProfile, Provenance
 from perfmodel.lanes import Stream
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.schedule import schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
+from perfmodel.sharing import shared_speeds
 from perfmodel.simulate import serve, simulate
 from perfmodel.tasks import Schedule, Task
 from tests.support.clock import compares_with_a_clock
@@ -220,6 +223,58 @@ def test_a_drive_says_nothing_about_host_memory(drive: float, host: float) -> No
     assert believed.host_bandwidth == pytest.approx(actual.host_bandwidth, rel=0.15)
     if host == 1.0:
         assert believed.cpu_update_rate == pytest.approx(actual.cpu_update_rate, rel=0.05)
+
+
+CALIBRATED = DRIVE.replace(host_bandwidth=45e9, provenance=Provenance("measured"))
+"""Of 55 GB/s that are wanted."""
+
+
+@st.composite
+def served_otherwise(draw: st.DrawFn) -> tuple[Schedule, Timeline]:
+    """A step on the calibrated machine, or one that is slower or faster, where host DRAM is shared by another rule."""
+    issued = draw(st.sampled_from([schedule(PLAN, WORK), schedule(cpu_only(WORK), WORK), ON_DISK]))
+    factor = draw(st.sampled_from([0.3, 1.0, 1.0, 1.0, 3.0]))
+    weights = draw(st.lists(st.floats(0.01, 100), min_size=6, max_size=6))
+    share = draw(st.sampled_from([1.0, 0.8]))
+
+    def rule(demands: Sequence[float], _: Sequence[float], capacity: float) -> list[float]:
+        return shared_speeds(demands, weights[: len(demands)], capacity * share)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lanes, "shared_speeds", rule)
+        return issued, serve(issued, WORK, CALIBRATED.scaled(factor))
+
+
+@given(st.lists(served_otherwise(), min_size=1, max_size=2))
+@settings(max_examples=20)
+def test_no_calibrated_rate_moves_far_or_above_what_a_lane_alone_has(steps: list[tuple[Schedule, Timeline]]) -> None:
+    refinement, believed = Refinement(), CALIBRATED
+    for issued, timeline in steps * 2:
+        for _ in range(3 * Refinement.REMEMBERED):
+            believed = refinement.correct(believed, issued, WORK, timeline)
+    for name in RATES:
+        rate, most = getattr(CALIBRATED, name), 1.1
+        if name != "host_bandwidth":
+            most = min(most, getattr(CALIBRATED, name.removesuffix("_duplex")) / rate)
+        assert 0.9 * rate * (1 - 1e-9) <= getattr(believed, name) <= most * rate * (1 + 1e-9), name
+
+
+def test_a_profile_that_is_set_anew_and_rates_that_were_not_measured_are_corrected_from_there() -> None:
+    timeline, issued = simulate(PLAN, WORK, TRUTH.scaled(0.5)), schedule(PLAN, WORK)
+    for rough in ("measured while other programs had the CPU: got 5%", "roughly, at the first step; better", ""):
+        refinement, believed = Refinement(), TRUTH.replace(provenance=Provenance("measured", note=rough))
+        for _ in range(30):
+            believed = refinement.correct(believed, issued, WORK, timeline)
+        assert (believed.cpu_update_rate < 0.6e9) == bool(rough), rough
+    believed = believed.replace(cpu_update_rate=0.5e9)
+    timeline_of_a_third = simulate(PLAN, WORK, believed.scaled(1 / 3))
+    for _ in range(30):
+        believed = refinement.correct(believed, issued, WORK, timeline_of_a_third)
+    assert believed.cpu_update_rate == pytest.approx(0.45e9)
+    guessed = Provenance("measured", note="not measured, taken from the profile 'unknown': gpu_update_rate, cpu_speed")
+    believed = believed_after(timeline, believed=TRUTH.replace(provenance=guessed), steps=40)
+    assert believed.gpu_update_rate < 0.6 * TRUTH.gpu_update_rate
+    assert believed.cpu_update_rate == pytest.approx(0.9 * TRUTH.cpu_update_rate)
 
 
 # On real threads and the wall clock.

@@ -110,7 +110,7 @@ def test_all_weights_stay_where_everything_fits() -> None:
     assert len(best.plan.blocks_on_device) == LLAMA.layers
     assert best.shares[Placement.GPU_STREAMED] == 0
     assert rows[FUSED].fits
-    assert best.seconds <= adaptive_outcome(Situation(found.question.replace(weights="stay"))).seconds
+    assert best.seconds <= 1.002 * adaptive_outcome(Situation(found.question.replace(weights="stay"))).seconds
     assert not outcomes(Situation(found.question.replace(weights="stream")))[0].fits, "AdamW does not stream weights"
 
 
