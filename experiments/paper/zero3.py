@@ -132,7 +132,7 @@ def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacit
         return 0.0
     demands = [traffic / seconds for seconds, traffic in jobs]
     speeds = [
-        rate / demand if demand else 1.0 for rate, demand in zip(_max_min(demands, capacity), demands, strict=True)
+        rate / demand if demand else 1.0 for rate, demand in zip(max_min(demands, capacity), demands, strict=True)
     ]
     first = min(seconds / speed for (seconds, _), speed in zip(jobs, speeds, strict=True))
     rest = [
@@ -142,7 +142,7 @@ def seconds_beside(one: tuple[float, float], other: tuple[float, float], capacit
     return first + max(0.0, *rest)
 
 
-def _max_min(demands: Sequence[float], capacity: float) -> list[float]:
+def max_min(demands: Sequence[float], capacity: float) -> list[float]:
     """The rate that each of several users gets of a capacity."""
     rates = [0.0] * len(demands)
     for position, user in enumerate(sorted(range(len(demands)), key=demands.__getitem__)):

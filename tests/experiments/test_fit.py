@@ -1,6 +1,7 @@
 """Fits: rates that made the data come back from it."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -11,12 +12,14 @@ from experiments.paper.zero3 import (
     backward_features,
     backward_seconds,
     fit_runs,
+    max_min,
     non_negative,
     rest_features,
     rest_seconds,
     seconds_beside,
     update_seconds,
 )
+from perfmodel import lanes
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream, run_tasks
 
@@ -65,8 +68,16 @@ def test_rates_of_backward_and_rest_come_back_from_their_times() -> None:
 
 
 @pytest.mark.parametrize(("k", "host"), [(2, 30e9), (3, 90e9), (6, 400e9)])
-def test_the_closed_form_is_the_lanes_simulation(k: int, host: float) -> None:
-    """A cycle of the paper's loop as tasks: k - 1 CPU updates beside one flush and one prefetch in turn."""
+def test_the_closed_form_is_the_lanes_simulation(k: int, host: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cycle of the paper's loop as tasks: k - 1 CPU updates beside one flush and one prefetch in turn.
+
+    Its rule of sharing is its own.
+    """
+
+    def max_min_speeds(demands: Sequence[float], _: Sequence[float], capacity: float) -> list[float]:
+        return [rate / demand for rate, demand in zip(max_min(demands, capacity), demands, strict=True)]
+
+    monkeypatch.setattr(lanes, "shared_speeds", max_min_speeds)
     profile = dataclasses.replace(TRUTH, host_bandwidth=host, ranks_per_host=1)
     copy, traffic = 12e8 / profile.h2d_bandwidth, 12e8
     updates = [(Stream.CPU, 0.05, 28e8 / 0.05, ())] * (k - 1)
