@@ -11,6 +11,7 @@ Rows are true only while nothing else runs on two cores; each takes a quarter of
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.command import Parser, table_of
-from experiments.dry.machines import FILES, SETTINGS
+from experiments.dry.machines import FILES, SETTINGS, Costs
 from experiments.dry.row import PROGRAM, Row
 from experiments.harness import finish, measuring
 from experiments.simdev.build import UnavailableError, library
@@ -29,21 +30,35 @@ from experiments.simdev.build import UnavailableError, library
 HERE = Path(__file__).parents[2]
 COLUMNS = (
     *("machine", "setting", "attached", "iteration_ms", "floor_ms", "physical_ms", "measured_ms"),
-    *("host_backward_ms", "device_backward_ms", "step_before_issue_ms", "lane_gap_ms", "plan", "believed_forward_ms"),
+    *("host_backward_ms", "device_backward_ms", "step_before_issue_ms", "lane_gap_ms", "noise_ms", "plan"),
+    "believed_forward_ms",
 )
+
+
+COSTS = [field.name for field in dataclasses.fields(Costs)]
 
 
 class FailedError(Exception):
     """A row failed; the message is what its process wrote."""
 
 
-def run_apart(row: Row, dos: Path = HERE) -> dict[str, Any]:
-    """The figures of a row, from a process of its own. dos: the folder of the dos and perfmodel that run."""
+def run_apart(row: Row, dos: Path = HERE) -> list[dict[str, Any]]:
+    """The figures of a row, or a contest's rows, from a process of its own.
+
+    dos: the folder of the dos and perfmodel that run.
+    """
     words = ["-W", "ignore", "-c", PROGRAM, str(dos.resolve()), str(HERE), json.dumps(dataclasses.asdict(row))]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise FailedError(done.stderr[-4000:])
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _cost(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    if name not in COSTS:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(COSTS)}, and =NUMBER; found {text!r}")
+    return name, float(number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_count("warm-up", 12, "iterations before them")
     parser.add_count("repeat", 1, "times that each row is run: the one of median time is shown")
     parser.add_count("layers", None, "of another, small model")
+    contest = "settings of one format take turns on one optimizer, as they did on the machines"
+    parser.add_argument("--contest", action="store_true", help=contest)
     parser.add_argument("--process-group", action="store_true", help="with a process group of one rank")
     parser.add_argument("--dos", type=Path, default=HERE, help="a checkout whose dos and perfmodel run instead")
+    parser.add_argument("--cost", action="append", type=_cost, default=[], help="NAME=NUMBER of Costs, such as copy_s")
     parser.add_argument("--trace", help="a file for cProfile's figures of the caller's thread in the last row")
     parser.add_json()
     arguments = parser.parse_args(argv)
@@ -67,12 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         parser.error(f"the simulated accelerator is not built: {error}")
     attached = (True, False) if arguments.attached is None else (arguments.attached,)
+    settings = arguments.setting or list(SETTINGS)
+    if arguments.contest:  # one of each format stands for all
+        settings = list({SETTINGS[name].format: name for name in settings}.values())
     rows: list[dict[str, Any]] = []
     with measuring(arguments.json, emulated=False) as (console, progress):
-        for machine, setting, attach in itertools.product(
-            arguments.machine or FILES, arguments.setting or SETTINGS, attached
-        ):
-            progress(f"{machine}, {setting}, {'attached' if attach else 'not attached'}")
+        for machine, setting, attach in itertools.product(arguments.machine or FILES, settings, attached):
             row = Row(
                 machine,
                 setting,
@@ -81,11 +99,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.steps,
                 arguments.policy,
                 arguments.process_group,
+                arguments.contest,
                 arguments.layers,
                 arguments.trace,
+                dict(arguments.cost),
             )
-            found = [run_apart(row, arguments.dos) for _ in range(arguments.repeat)]
-            rows.append(sorted(found, key=lambda each: each["iteration_ms"])[len(found) // 2])
+            runs = []
+            for number in range(arguments.repeat):
+                progress(f"{machine}, {setting}, {'attached' if attach else 'not attached'}, run {number + 1}")
+                runs.append(run_apart(row, arguments.dos))
+            for same in zip(*runs, strict=True):
+                rows.append(sorted(same, key=lambda each: each["iteration_ms"])[len(runs) // 2])
     console.print(table_of("milliseconds on a dry GPU", rows, *COLUMNS, left=3))
     return finish({"rows": rows}, console, arguments.json)
 

@@ -11,12 +11,12 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
-from experiments.dry.machines import Machine
+from experiments.dry.machines import Costs, Machine
 from experiments.simdev.accelerator import KIND, holding, lib
 from perfmodel.format import CODED, MIXED, SPLIT, Format
 
@@ -28,22 +28,6 @@ TRITON_S = 80e-6
 """That the host takes to launch an update, with Python's lock."""
 SLICE_S = 25e-6
 """In which the host holds Python's lock and lets go of it in turn, as operations of torch do."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds that the host takes for a call, until a GPU says better.
-
-    stretch: how many times as long it takes while the CPU lane updates.
-    device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
-    """
-
-    copy_s: float = 8e-6
-    event_s: float = 3e-6
-    launch_s: float = 8e-6
-    stats_s: float = 300e-6
-    stretch: float = 1.75
-    device_bandwidth: float = 3e12
 
 
 def install(machine: Machine, costs: Costs | None = None) -> None:

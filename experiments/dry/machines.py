@@ -34,6 +34,22 @@ STEPS = 50
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Seconds that the host takes for a call, until a GPU says better.
+
+    stretch: how many times as long it takes while the CPU lane updates.
+    device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
+    """
+
+    copy_s: float = 8e-6
+    event_s: float = 3e-6
+    launch_s: float = 8e-6
+    stats_s: float = 300e-6
+    stretch: float = 1.75
+    device_bandwidth: float = 3e12
+
+
+@dataclass(frozen=True)
 class Setting:
     """A row. share: of the state, for which there is device memory; None: the policy "cpu"."""
 

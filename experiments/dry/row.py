@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import cProfile
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from experiments.dry.machines import SETTINGS, machine
+from experiments.dry.machines import SETTINGS, Costs, Setting, machine
 
 SUBGROUPS = 50
 PROGRAM = """import sys
@@ -28,8 +31,12 @@ main(sys.argv[3])
 class Row:
     """What runs. policy: in place of the setting's own, as DOSAdam takes it. layers: of the model, which then is small.
 
+    contest: whether all settings of this one's format take turns on one optimizer, as in the contest that the machines
+        ran: after some iterations that are not attached, ROUNDS of WARM_UP iterations that do not count and `steps`
+        that do, `warm_up` more before the first turn of an adaptive policy.
     process_group: whether there is one, of this process alone. warm_up, steps: iterations that do not count, and do.
     trace: a file for cProfile's figures of the caller's thread, which then is slower.
+    costs: of the host, in place of those of `machines.Costs`, by their names.
     """
 
     machine: str
@@ -39,70 +46,134 @@ class Row:
     steps: int = 8
     policy: str | None = None
     process_group: bool = False
+    contest: bool = False
     layers: int | None = None
     trace: str | None = None
+    costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def run(row: Row) -> dict[str, Any]:
-    """Train; return the figures. `dos` must not have been imported."""
+ROUNDS, WARM_UP, UNATTACHED = 3, 2, 7
+"""Of a contest, as it was on the machines."""
+
+
+def run(row: Row) -> list[dict[str, Any]]:
+    """Train; return the figures, of one setting or a contest's. `dos` must not have been imported."""
     import torch
 
     from experiments.dry import gpu
-    from experiments.dry.model import CONFIG, dry_gpt
 
-    where, setting = machine(row.machine), SETTINGS[row.setting]
-    gpu.install(where)
+    gpu.install(machine(row.machine), Costs(**row.costs))
     if row.process_group:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    from dos import DOSAdam
-    from dos.planning.policies import AdaptivePolicy
+    trained = _Trained(row)
+    if not row.contest:
+        trained.turn(SETTINGS[row.setting], row.warm_up, row.steps)
+    else:
+        settings = [each for each in SETTINGS.values() if each.format is SETTINGS[row.setting].format]
+        if row.attached:
+            trained.attach = False
+            trained.turn(settings[0], UNATTACHED, 0)
+            trained.attach = True
+        for number in range(ROUNDS):
+            for setting in settings:
+                learning = row.warm_up if number == 0 and setting.share is not None else 0
+                trained.turn(setting, WARM_UP + learning, row.steps)
+    return [trained.figures(setting) for setting in trained.rounds]
 
-    config = CONFIG if row.layers is None else dataclasses.replace(CONFIG, layers=row.layers, width=64, heads=1)
-    model = dry_gpt(torch.device(gpu.KIND, 0), config=config)
-    size = -(-model.numel // SUBGROUPS)
-    # As in the contest: half a subgroup more than the whole ones that fit.
-    budget = int((round((setting.share or 0.0) * SUBGROUPS) + 0.5) * setting.format.state_bytes * size)
-    policy: Any = row.policy or ("cpu" if setting.share is None else AdaptivePolicy(where.profile))
-    if isinstance(policy, str) and policy.replace(".", "", 1).isdecimal():
-        policy = float(policy)  # a ratio
-    optimizer = DOSAdam(
-        model.parameters(),
-        lr=1e-4,
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        policy=policy,
-        subgroup_size=size,
-        state_format="int8" if setting.format.name == "int8" else None,
-        memory_budget=lambda: budget,
-    )
-    if row.attached:
-        optimizer.attach(model)
-    profiler = cProfile.Profile() if row.trace else None
-    for _ in range(row.warm_up):
-        model().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if profiler is not None:
-        profiler.enable()
-    found = _iterate(model, optimizer, row.steps)
-    if profiler is not None:
-        profiler.disable()
-        profiler.dump_stats(str(row.trace))
-    known: dict[str, float | None] = {"floor_ms": None, "physical_ms": None, "measured_ms": None}
-    if row.layers is None and row.policy is None:
-        seconds = where.floor_s(setting, model.numel, row.attached), where.physical_s(setting, model.numel)
-        known = dict(zip(known, map(_ms, (*seconds, where.measured_s(setting, row.attached))), strict=True))
-    return {
-        "machine": row.machine,
-        "setting": row.setting if row.policy is None else f"{row.setting}, {row.policy}",
-        "attached": row.attached,
-        "iteration_ms": statistics.median(found["iteration_ms"]),
-        **known,
-        **{key: statistics.median(each) if each else None for key, each in found.items() if key != "iteration_ms"},
-        **_beliefs(optimizer),
-        "iterations_ms": [round(each, 1) for each in found["iteration_ms"]],
-    }
+
+class _Trained:
+    """A model and its optimizer, which runs under the policy of each turn."""
+
+    def __init__(self, row: Row) -> None:
+        import torch
+
+        from dos import DOSAdam
+        from experiments.dry import gpu
+        from experiments.dry.model import CONFIG, dry_gpt
+        from experiments.dry.switch import Switch
+
+        self.row, self.machine = row, machine(row.machine)
+        self.rounds: dict[Setting, list[dict[str, list[float]]]] = {}
+        self.attach = row.attached
+        self._beliefs: dict[Setting, dict[str, Any]] = {}
+        config = CONFIG if row.layers is None else dataclasses.replace(CONFIG, layers=row.layers, width=64, heads=1)
+        self.model = dry_gpt(torch.device(gpu.KIND, 0), config=config)
+        self._size = -(-self.model.numel // SUBGROUPS)
+        self._budget = 0
+        self._policies: dict[Setting, Any] = {}
+        self._switch = Switch(self.machine.profile)
+        setting = SETTINGS[row.setting]
+        self.optimizer = DOSAdam(
+            self.model.parameters(),
+            lr=1e-4,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            policy=self._switch if row.contest else self._policy(setting),
+            subgroup_size=self._size,
+            state_format="int8" if setting.format.name == "int8" else None,
+            memory_budget=lambda: self._budget,
+        )
+        self._attached = False
+
+    def _policy(self, setting: Setting) -> Any:
+        from dos.planning.policies import AdaptivePolicy
+
+        if setting not in self._policies:
+            named: Any = self.row.policy or ("cpu" if setting.share is None else None)
+            if named is not None and named.replace(".", "", 1).isdecimal():
+                named = float(named)  # a ratio
+            self._policies[setting] = AdaptivePolicy(self.machine.profile) if named is None else named
+        return self._policies[setting]
+
+    def turn(self, setting: Setting, warm_up: int, steps: int) -> None:
+        """Train under a setting; iterations that count come last."""
+        # As in the contest: half a subgroup more than the whole ones that fit.
+        self._budget = int((round((setting.share or 0.0) * SUBGROUPS) + 0.5) * setting.format.state_bytes * self._size)
+        self._switch.choose(self._policy(setting))
+        if self.attach and not self._attached:
+            self.optimizer.attach(self.model)
+            self._attached = True
+        for _ in range(warm_up):
+            self.model().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if not steps:
+            return
+        gc.collect()
+        profiler = cProfile.Profile() if self.row.trace else None
+        if profiler is not None:
+            profiler.enable()
+        self.rounds.setdefault(setting, []).append(_iterate(self.model, self.optimizer, steps))
+        if profiler is not None:
+            profiler.disable()
+            profiler.dump_stats(str(self.row.trace))
+        self._beliefs[setting] = _beliefs(self.optimizer)
+
+    def figures(self, setting: Setting) -> dict[str, Any]:
+        """The figures of all turns of a setting: medians of the medians of its turns."""
+        row, rounds = self.row, self.rounds[setting]
+        found = {
+            key: statistics.median(medians)
+            if (medians := [statistics.median(r[key]) for r in rounds if r[key]])
+            else None
+            for key in rounds[0]
+        }
+        known: dict[str, float | None] = {"floor_ms": None, "physical_ms": None, "measured_ms": None}
+        if row.layers is None and row.policy is None:
+            numel, of = self.model.numel, self.machine
+            seconds = of.floor_s(setting, numel, row.attached), of.physical_s(setting, numel)
+            known = dict(zip(known, map(_ms, (*seconds, of.measured_s(setting, row.attached))), strict=True))
+        return {
+            "machine": row.machine,
+            "setting": setting.name if row.policy is None else f"{setting.name}, {row.policy}",
+            "attached": row.attached,
+            "iteration_ms": found.pop("iteration_ms"),
+            **known,
+            **found,
+            **self._beliefs[setting],
+            "iterations_ms": [[round(each, 1) for each in r["iteration_ms"]] for r in rounds],
+        }
 
 
 def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
@@ -114,6 +185,7 @@ def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
     names = "iteration_ms", "host_backward_ms", "device_backward_ms", "step_ms", "step_before_issue_ms", "lane_gap_ms"
     found: dict[str, list[float]] = {name: [] for name in names}
     marks = []
+    queued_s = _queued_s()
     called_s = returned_s = None
     for _ in range(count + 1):
         loss = model()
@@ -136,9 +208,15 @@ def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
         returned_s = gpu.now_s()
     optimizer.synchronize()
     torch.cuda.synchronize()
+    found["noise_ms"] = [1e3 * (_queued_s() - queued_s) / (count + 1)]
     found["device_backward_ms"] = [begin.elapsed_time(end) for begin, end in marks]
     found["iteration_ms"] = [last.elapsed_time(end) for (_, last), (_, end) in itertools.pairwise(marks)]
     return found
+
+
+def _queued_s() -> float:
+    """Seconds for which threads of this process could have run and had no core: other programs', and each other's."""
+    return sum(int(task.read_text().split()[1]) for task in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
 def _beliefs(optimizer: Any) -> dict[str, Any]:

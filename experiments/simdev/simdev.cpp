@@ -86,14 +86,21 @@ struct Dry {
       return ask(simulation);
     }
   }
-  void wait(const timed::MomentPtr& moment) {
+  // early: seconds before its end from which this thread does not sleep, as one that works.
+  void wait(const timed::MomentPtr& moment, double early = 0) {
     std::unique_lock<std::mutex> held(mutex);
     for (;;) {
       simulation.advance(now());
       if (moment->done) return;
       looked = simulation.next();
-      if (looked == timed::NEVER) changed.wait(held);
-      else changed.wait_until(held, start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(looked)));
+      if (looked == timed::NEVER) {
+        changed.wait(held);
+      } else if (looked - early > now()) {
+        changed.wait_until(held, start + std::chrono::duration_cast<Clock::duration>(
+                                             std::chrono::duration<double>(looked - early)));
+      } else {
+        held.unlock(), std::this_thread::yield(), held.lock();
+      }
     }
   }
   bool passed(const timed::MomentPtr& moment) {
@@ -700,6 +707,7 @@ Tensor to_meta(const Tensor& t) {
 std::set<std::string> slow;  // operations that had to wait for the device, for the report
 std::mutex slow_mutex;
 constexpr double LEAST_S = 2e-6;  // of an operation of a dry accelerator
+constexpr double AWAKE_S = 100e-6;  // before the end of an update on the CPU, whose thread need not be woken
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -946,7 +954,7 @@ void sim_host_update(double parameters, double rate, double traffic) {
   double begin = dry->now();
   timed::MomentPtr ended;
   dry->at_once([&](auto& simulation) { dry->notice(), ended = simulation.update(parameters, rate, traffic); });
-  dry->wait(ended);
+  dry->wait(ended, AWAKE_S);
   --dry->updating;
   dry->at_once([&](auto&) { dry->updates.emplace_back(begin, ended->at); });
 }
