@@ -89,6 +89,7 @@ INNER: dict[str, set[str]] = {
     "calibration": {"devices", "kernels", "machine", "state"},
     "weights": {"arguments", "devices", "guard", "machine", "parameters", "sharding", "state", "torch_internals"},
     "calibrate": {"calibration"},
+    "report": {"devices", "kernels", "machine", "planning"},
     "backward": {
         "activations",
         "devices",

@@ -45,6 +45,11 @@ def _memory_bytes() -> int | None:
     return min([*([] if machine is None else [machine]), *_of_container(machine)], default=None)
 
 
+def container_bytes() -> int | None:
+    """Return the bytes that the control groups of this process leave; None where none limits it, or is readable."""
+    return min(_of_container(None), default=None)
+
+
 def check_host_memory(nbytes: int, *, processes: int = 1, spills: bool = False, mapped: int = 0) -> None:
     """Raise MemoryError if state of `nbytes` does not fit in host memory, for each of `processes` on this host.
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dos.report import nvidia_smi
 from experiments.check import calibration, contest, environment, hold_ups, streaming, suite
 from experiments.check.base import GRACE_S, Check, Record, Settings, Size, Status, read_record, run_isolated
 from experiments.check.report import alarms, show, write_results
@@ -159,7 +160,7 @@ def find_gpu() -> tuple[str | None, list[str] | None]:
     Asked in another process: this one must stay free of CUDA.
     """
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
-    return environment.output_of(sys.executable, "-c", code) or None, environment.nvidia_smi()
+    return environment.output_of(sys.executable, "-c", code) or None, nvidia_smi()
 
 
 def slug(name: str) -> str:

@@ -21,6 +21,7 @@ NEEDS_MATPLOTLIB = "matplotlib is not installed, so no picture is drawn: pip ins
 TRAIN = "--steps 2 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --policies cpu"
 
 QUICK = {
+    "dos.report": "",
     "experiments.memory --simulate": "--out memory.png --json",
     "experiments.published": "--json",
     "experiments.sweep": "ratio",
