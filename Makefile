@@ -11,7 +11,7 @@ EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 # The tests and the demo use the cores that this process may use, whatever a launcher has set.
 unexport OMP_NUM_THREADS
 
-.PHONY: demo experiments docs test test-slow lint format wheel clean
+.PHONY: demo experiments docs quick test test-slow lint format wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
@@ -23,6 +23,11 @@ experiments: $(STAMP)
 # The site in out/site; a warning is an error.
 docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# While you work: lint, the layers, and the tests of one package, such as `make quick PACKAGE=tests/dos/weights`.
+PACKAGE ?= tests/dos/rules
+quick: lint
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" tests/test_layering.py $(PACKAGE)
 
 # A GPU is hidden from all but tests/cuda: ranks, emulated devices and forks are meant to be on the CPU.
 # tests/simdev first: it is one test of a minute, during which the other worker would be idle at the end.

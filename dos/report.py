@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             explained = options.explain.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            parser.error(f"--explain: {error}; write it with open(FILE, 'w').write(optimizer.explain())")
+            parser.error(f"--explain: {error}")
     found = facts()
     if options.json:
         print(json.dumps(found | {"explain": explained}, indent=2))

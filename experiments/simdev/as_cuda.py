@@ -57,7 +57,7 @@ def _device_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def _properties(device: Any = None) -> Any:
     total = _accelerator.get_memory_info(_index(device))[1]
-    return SimpleNamespace(name="Simulated", uuid="0-1-2-3", total_memory=total, is_integrated=False)
+    return SimpleNamespace(name="Simulated", uuid="0-1-2-3", total_memory=total, is_integrated=False, major=9, minor=0)
 
 
 _RUNTIME = SimpleNamespace(
