@@ -217,7 +217,9 @@ class Backward:
             if self.now.first_departure is None:
                 self.now.first_departure = self.device.mark()
             index = self._registry.index[departure.subgroup]
-            transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers)
+            unseen = self._ledger.unseen
+            compare = None if unseen is None else unseen.compare(departure.subgroup, departure.gathered)
+            transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers, then=compare)
             departure.mark_sent(transit)
         if self.departures.past_half:
             self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)

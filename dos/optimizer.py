@@ -17,7 +17,7 @@ from dos.activations.offload import checked_amount
 from dos.arguments import flag
 from dos.devices import Device, checked_device
 from dos.gradients.torch_clipping import watch_clipping
-from dos.gradients.zeroing import watch_zeroing, zero_grad_of_optimizers
+from dos.gradients.zeroing import tell_others, watch_zeroing, zero_grad_of_optimizers
 from dos.guard import shell
 from dos.options import Options, folders_of
 from dos.parameters.hooks import check_model
@@ -294,9 +294,13 @@ class DOSAdam(Optimizer):
 
     @shell
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, as in AdamW. Offloaded gradients are discarded either way."""
+        """Reset the gradients, as in AdamW. Offloaded gradients are discarded either way.
+
+        Also those that another DOSAdam has offloaded of the same parameters.
+        """
         if not set_to_none and self._session.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten below
+        tell_others(self._session, set_to_none)
         self._session.forget_gradients()
         with self._session.lists_at_rest():
             zero_grad_of_optimizers(self, set_to_none)

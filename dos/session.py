@@ -43,6 +43,7 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation, Prepared
+from dos.step.unseen import LOST
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
 from dos.weights.blocks import Amount as BlocksStaying
@@ -224,8 +225,6 @@ class Session:
         departed = [] if self.on_device is None else self.on_device.departures.marked()
         # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.
         look_at_bits([*registry.marked(), *self.clipping.marked(), *departed])
-        if self.on_device is not None:
-            registry.spot_checks(self.on_device.device)
         active = self._active()
         if self.attachment is not None and len(active.members) != self._active_before:
             self._look_for_replaced_modules(self.attachment, active)
@@ -393,8 +392,11 @@ class Session:
 
     def _end_last_step(self) -> None:
         """Wait for the last step before another begins, unless the device queues all of it before the next."""
-        if self.ledger.running and not self.ledger.queue():
-            self._settle()
+        if self.ledger.running:
+            if self.ledger.queue():
+                self._warn_of_lost_writes()
+            else:
+                self._settle()
 
     def _hand_over(self) -> None:
         """Order the work that the caller queues on the device from now on behind the update of all parameters.
@@ -425,6 +427,16 @@ class Session:
             self._all_updated()
             raise
         self._all_updated()  # after the wait: if Ctrl-C ends that, the next call waits again
+        self._warn_of_lost_writes()
+
+    def _warn_of_lost_writes(self) -> None:
+        """Warn once of each parameter to which user code wrote too late for its update, if that is known by now."""
+        found = () if self.ledger.unseen is None else self.ledger.unseen.lost()
+        others = [record for record in found if not record.written_late]
+        for record in others:
+            record.written_late = True  # its gradients wait for step() from now on, so that such writes count
+        if others:
+            warn(LOST.format(len(others), tuple(others[0].parameter.shape)))
 
     def _all_updated(self) -> None:
         """Let no hook and no reading wait any more."""
@@ -513,7 +525,7 @@ class Session:
                     self._settle()
                 raise
             if not behind:
-                if record.replaced:
+                if record.replaced and not record.follow_sharing():
                     self._settle()
                     raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
                 self.registry.written([record])

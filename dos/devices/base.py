@@ -200,8 +200,18 @@ class Device(Protocol):
     def mark(self) -> Mark:
         """Return a mark at the end of the work that the caller has queued so far."""
 
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        """Copy across the link of `op` once all of `after` are done; keep the memory of both sides until the end."""
+    def copy(
+        self,
+        op: Op,
+        subgroup: int,
+        copies: Sequence[Copy],
+        after: Sequence[Job] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Job:
+        """Copy across the link of `op` once all of `after` are done; keep the memory of both sides until the end.
+
+        then: queues work on the device behind the copies, which belongs to the job.
+        """
 
     def launch(
         self,

@@ -218,7 +218,14 @@ class CudaDevice:
         event.record(cast(torch.cuda.Stream, stream))
         return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, ())
 
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+    def copy(
+        self,
+        op: Op,
+        subgroup: int,
+        copies: Sequence[Copy],
+        after: Sequence[Job] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Job:
         to_host = LANE_OF[op] is Lane.D2H
         host, device = (0, 1) if to_host else (1, 0)
         # The engine releases state once no work uses it; user code may release gradients and parameters at any time.
@@ -226,7 +233,13 @@ class CudaDevice:
         ours = [copy[host] for copy in copies]
         found = runs(copies, host=host)  # before the start event, because it takes the host milliseconds
         before = self._turns[op]
-        return self._queue(op, subgroup, lambda: copy_runs(found, to_host=to_host, before=before), after, theirs, ours)
+
+        def work() -> None:
+            copy_runs(found, to_host=to_host, before=before)
+            if then is not None:
+                then()
+
+        return self._queue(op, subgroup, work, after, theirs, ours)
 
     def launch(
         self,

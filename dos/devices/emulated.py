@@ -300,10 +300,19 @@ class EmulatedDevice:
     def mark(self) -> Mark:
         return _Moment(time.perf_counter())
 
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+    def copy(
+        self,
+        op: Op,
+        subgroup: int,
+        copies: Sequence[Copy],
+        after: Sequence[Job] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Job:
         def work() -> None:
             for destination, source in copies:
                 destination.copy_(source)
+            if then is not None:
+                then()
 
         nbytes = sum(source.nbytes for _, source in copies)
         return self._queue(op, subgroup, work, LANES[LANE_OF[op]].seconds(nbytes, self.profile), nbytes, after)

@@ -125,7 +125,7 @@ class Departures:
         # Another micro-batch will add to it, or user code always changes it: it would be sent in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
-        if record.changed() or record.stand_in:
+        if record.changed() or record.stand_in or record.written_late:
             return []  # the step first reads the parameter anew
         caller = device.caller()
         with torch.no_grad():

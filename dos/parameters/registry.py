@@ -17,7 +17,6 @@ from dos.machine.process import local_ranks, ranks_that_will_divide
 from dos.options import Options
 from dos.parameters.admission import Group, check_kind, name_of
 from dos.parameters.allocation import Allocation
-from dos.parameters.spot_check import SpotCheck
 from dos.parameters.watching import Watching
 from dos.sharding.local import is_sharded, local, moved_to_layout
 from dos.sharding.meshes import Meshes
@@ -45,7 +44,6 @@ class Registry:
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host.
     meshes: the ranks over which parameters are divided. watching: the hooks on their gradients.
-    spot_check: finds writes that raise no version where the caller's work is queued.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class Registry:
         self._options = options
         self.meshes = meshes
         self.watching = watching
-        self.spot_check = SpotCheck()
         self.devices = DeviceFinder(device)
         self._guard = guard
         self._allocation = Allocation(options, self.devices)
@@ -222,7 +219,6 @@ class Registry:
         arenas = {record.arena for record in gone}
         # First: the CPU lane may still be adding to memory that goes with the arenas.
         self.offloaded.forget(gone)
-        self.spot_check.forget(gone)
         for record in gone:
             del self.records[id(record.parameter)], self.places[record]
         self.accelerated = [s for s in self.accelerated if s.arena not in arenas]
@@ -235,11 +231,6 @@ class Registry:
         if not self._wrapped and (self.devices.found is None or self.devices.found.queues):
             return []
         return [(record, record.local) for record in self.records.values() if record.bits is not None]
-
-    def spot_checks(self, device: Device) -> None:
-        """Compare the bits of one parameter of which a copy is read, where the caller's work is queued."""
-        if device.queues:
-            self.spot_check.look(list(self.records.values()), device, self._reads_copy)
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Allocate the state of parameters, each with its group, that have none yet, and watch their gradients.
@@ -300,18 +291,16 @@ class Registry:
         tell_autograd(records)
         # After the versions have risen: else the next step would take the rise for a write by user code.
         for record in records:
-            if not record.replaced:  # else the next step takes the values that user code has put there
+            if not record.replaced:
                 record.saw()
+            else:  # the next step takes the values that user code has put there
+                record.follow_sharing()
         self.watch_bits(records)
 
     def watch_bits(self, records: Collection[ParameterRecord]) -> None:
         """Let bits be compared where the next update may read a copy of a parameter: a write may raise no version."""
-        device, checked = self.devices.found, self.spot_check.record
-        if device is None:
-            return
-        if device.queues:
-            if checked in records:
-                self.spot_check.wrote(device)
+        device = self.devices.found
+        if device is None or device.queues:  # where the caller's work is queued, `UnseenWrites` compares
             return
         for record in records:
             if record.bits is None and not record.replaced and self._reads_copy(record):

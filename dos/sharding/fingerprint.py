@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_LANES = 509
+COLUMNS = 509
 """A prime, so that exchanged rows of a matrix change a sum: no row's length is a multiple of it."""
 _WORD = torch.int64.itemsize
 
@@ -30,11 +30,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
         tensor = tensor.resolve_neg().contiguous()
     elif tensor.storage_offset() % per_word:
         tensor = tensor.clone()  # so that the first word begins with the first element
-    flat, row = tensor.view(-1), _LANES * per_word
+    flat, row = tensor.view(-1), COLUMNS * per_word
     end = len(flat) // row * row
     if not end:
         return flat.view(_bits(tensor)).to(torch.int64)
-    sums = flat[:end].view(torch.int64).view(-1, _LANES).sum(0)
+    sums = flat[:end].view(torch.int64).view(-1, COLUMNS).sum(0)
     return sums if end == len(flat) else torch.cat([sums, flat[end:].view(_bits(tensor)).to(torch.int64)])
 
 

@@ -14,7 +14,7 @@ from dos.sharding.local import is_sharded, is_wrapped, laid_out_as, local, versi
 from dos.state.arena import Arena, State, as_transport_dtype
 from dos.state.own_storage import with_own_storage
 from dos.torch_internals.dtensors import local_tensor
-from dos.torch_internals.tensors import is_zero_tensor, version_counter
+from dos.torch_internals.tensors import is_zero_tensor, storage_address, version_counter
 from perfmodel.format import scale_shape
 
 
@@ -31,7 +31,8 @@ class ParameterRecord:
         (see `stand_in`).
     version, data_ptr: of the parameter after our last write; other values mean that user code wrote to it.
     bits: a fingerprint after our last write, by which writes are found that raise no version; None: it is not needed.
-    rewritten: whether other bits were found.
+    rewritten: whether other bits were found. written_late: whether user code has written to the parameter between
+        backward and a step without raising the version.
     views: the values of `optimizer.state[p]` beside the step: tensors in the memory of the state, shaped like the
         parameter.
     step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
@@ -49,7 +50,8 @@ class ParameterRecord:
         self.numel = mine.numel()
         self.version = -1
         self.bits: Tensor | None = None
-        self.rewritten = False
+        self.rewritten = self.written_late = False
+        self._storage: torch.UntypedStorage | None = None
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
         _, self._dtype, self._shape, self.layout = self.kind = kind_of(mine)
@@ -91,13 +93,36 @@ class ParameterRecord:
         if memory is not None or self.moved():
             self.data_ptr = -1  # until the parameter was updated there
             # A reference, so that no other memory can get the address, by which `moved` compares.
-            self._memory = (self.local if memory is None else memory).detach()
+            self._memory = (self._held() if memory is None else memory).detach()
             self._address = self._memory.data_ptr()
             alias = flat_alias(self._memory)
             self.stand_in = alias is None
             self.flat = self._memory.resolve_neg().contiguous().view(-1) if alias is None else alias
         elif self.stand_in:
             self.flat.copy_(self.local.detach().contiguous().view(-1))
+
+    def _held(self) -> Tensor:
+        """Return the parameter, or, where a thread of ours updates it, a tensor that keeps its memory in any case."""
+        p, device, self._storage = self.local, self.arena.device, None
+        if device is None or device.queues or p.is_shared() or p.is_inference() or flat_alias(p) is None:
+            return p
+        # `share_memory_()` moves the storage of all tensors that share it, and frees the memory, to which an update may
+        # still write. So the parameter gets a storage of its own over this memory, and the old one keeps it.
+        kept = p.detach()
+        p.data = with_own_storage(kept)
+        self._storage = p.untyped_storage()
+        return kept
+
+    def follow_sharing(self) -> bool:
+        """Copy the values of an update to the memory to which `share_memory_()` has moved the parameter meanwhile.
+
+        Returns whether it has moved it, and nothing else has replaced the memory.
+        """
+        p, storage = self.local, self._storage
+        if storage is None or not p.is_shared() or storage_address(storage) != storage_address(p.untyped_storage()):
+            return False
+        p.detach().copy_(self._memory)
+        return True
 
     def relocate(self, memory: Tensor, *, written: bool) -> None:
         """Follow the parameter after the optimizer has moved it.

@@ -16,6 +16,7 @@ from dos.devices import Device, Job
 from dos.devices.base import HostJob
 from dos.machine.threads import leave_a_core
 from dos.step.futures import reject, resolve
+from dos.step.unseen import UnseenWrites
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span
 
@@ -126,8 +127,9 @@ class HostLane:
     turns: while one updates, the other queues the copies of its last turn and prepares its next one.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, unseen: UnseenWrites | None = None) -> None:
         self._device = device
+        self._unseen = unseen
         self._spans: list[Span] = []
         self.renew()
 
@@ -184,6 +186,8 @@ class HostLane:
         for job in turn.ready:
             # The update reads the staged gradient and the state, which these jobs write.
             job.wait()
+        if self._unseen is not None:
+            self._unseen.take_over(turn.number, turn.work, turn.after)
         if self._other is None:  # one thread alone prepares within the time of the update, as calibration does
             return lambda: turn.work.prepare_on_host()()
         return turn.work.prepare_on_host()
@@ -203,7 +207,11 @@ class HostLane:
         self._spans.append(span)
         with self._sending:  # else the start and the end of one copy would enclose another
             # Behind the work that the caller queued before the step, which still reads the old parameters.
-            return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
+            if self._unseen is None:
+                return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
+            # In the same job: user code may write to the parameters as soon as that has ended.
+            remember = self._unseen.remember(turn.work)
+            return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after, remember)
 
 
 class InPlaceLane:

@@ -19,6 +19,7 @@ from dos.step.futures import reject, resolve
 from dos.step.host_lane import Turn
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit
+from dos.step.unseen import UnseenWrites
 from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span, Timeline
 from perfmodel.lanes import Stream
@@ -79,6 +80,7 @@ class Step:
         subjects: Sequence[Subject],
         begun: Sequence[Transit],
         iteration: Iteration,
+        unseen: UnseenWrites | None = None,
     ) -> None:
         """begun: the transits that are the first tasks of the schedule."""
         self.schedule = schedule
@@ -98,6 +100,7 @@ class Step:
         self._device = device
         self._stores = stores
         self._subjects = subjects
+        self._unseen = unseen
         self._promised = set[Stream]()
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
@@ -202,7 +205,15 @@ class Step:
         if reading is not None:
             # A forward after these gradients may still fetch the weights that the host is about to overwrite.
             ready = [*ready, reading]
-        return Turn(i, update, ready, () if subgroup.arena.streams else self.backward, done)
+        if subgroup.arena.streams:
+            return Turn(i, update, ready, (), done)
+        after = self.backward
+        if self._unseen is not None:
+            if update.offloaded or self._subjects[i].late:
+                ready = [*ready, *self._unseen.compare_late(i, update, after)]
+            else:
+                after = [*after, *self._unseen.confirm(i, update, after)]
+        return Turn(i, update, ready, after, done)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
         """Issue a copy of state between stores, of gradients to the host, or of both to a slot."""
@@ -293,7 +304,12 @@ class Step:
         def launch(after: Sequence[Job]) -> Job:
             # Before the device records the start, so that the host's time does not count as the kernel's.
             update = prepare_updates(updates)
-            return self._device.launch(i, update, task.size, after, reads, name)
+            if self._unseen is None:
+                return self._device.launch(i, update, task.size, after, reads, name)
+            update, queued = self._unseen.around([each.update for each in updates], update)
+            job = self._device.launch(i, update, task.size, after, reads, name)
+            queued(job)
+            return job
 
         job = self._issue(task.stream, launch, after)
         done = _issued(job)

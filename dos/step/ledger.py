@@ -22,6 +22,7 @@ from dos.step.host_lane import HostLane, InPlaceLane, Turn, Turns
 from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit, wait_for_all
+from dos.step.unseen import UnseenWrites
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Move, Tier
@@ -49,6 +50,8 @@ class Ledger:
     The caller holds the guard's lock. The phase becomes BROKEN if a step or an update fails.
 
     device, stores, lane: of the accelerator; set by `open`.
+    unseen: finds writes to parameters that raise no version; None where the caller waits for the device, and `step()`
+        itself compares.
     exposed: whether state at home was exposed since the last step. User code may write to it until the next one, and
         the step would lose these writes if it used state that was fetched before them.
     pending: the records of parameters in flight, each with the caller's queues that are ordered behind its update.
@@ -60,10 +63,12 @@ class Ledger:
     stores: Stores
     lane: HostLane
     ended: Callable[[Step, Timeline], None]
+    unseen: UnseenWrites | None
 
     def __init__(self, guard: Guard) -> None:
         self.exposed = False
         self.trims = False
+        self.unseen = None
         self.pending: dict[ParameterRecord, frozenset[Caller]] = {}
         self.step: Step | None = None
         self._open = False
@@ -90,7 +95,8 @@ class Ledger:
     def open(self, device: Device, homes: Homes) -> None:
         """Begin to use the accelerator, once the first parameter there was found."""
         self.device, self.stores = device, Stores(device, homes)
-        self.lane = HostLane(device)
+        self.unseen = UnseenWrites(device) if device.queues else None
+        self.lane = HostLane(device, self.unseen)
         self._open = True
 
     # Where state is.
@@ -196,6 +202,8 @@ class Ledger:
                 if tier is not subgroup.arena.tier and store.has(subgroup):
                     store.drop(subgroup)
             self.stores.host.windows.leave(subgroup)
+            if self.unseen is not None:
+                self.unseen.forget(subgroup)
 
     # Transits, which backward begins for the step to come.
 
@@ -207,19 +215,22 @@ class Ledger:
         callers: Collection[Caller] = (),
         *,
         freed: bool = False,
+        then: Callable[[], None] | None = None,
     ) -> Transit:
         """Copy gradients of one subgroup to the host, behind the work that the caller has queued on the device.
 
         subgroup: the first subgroup in which they lie; None: they have no elements.
         callers: the queues in which backward wrote them, if not all in the present one.
         freed: whether only the copy keeps their memory on the device from now on; see `hold_back`.
+        then: see `Device.copy`.
         """
         if len(self._transits) > MOST_EARLY:  # many backwards without a step; departures refer to transits in use
             wait_for_all(self._transits)
             # Transits of state stay: `at` must know the state in transit, and the step inherits them.
             self._transits = sorted(self._state.values(), key=lambda transit: transit.number)
         # Behind the work of each queue in which backward writes these gradients.
-        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers))
+        behind = () if then is None else (then,)
+        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers), *behind)
         nbytes = sum(source.nbytes for _, source in copies)
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self._transits.append(transit)
@@ -388,7 +399,7 @@ class Ledger:
             indices = {subject.subgroup: i for i, subject in enumerate(subjects)}
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
             schedule = schedule_step(granted, workload, found, tasks)
-            self.step = step = Step(self.device, self.stores, schedule, subjects, begun, iteration)
+            self.step = step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
             self._lane_done, self._turns = None, turns
 
             def begin() -> None:

@@ -63,6 +63,7 @@ class SubgroupUpdate:
         self.settings = settings
         self.offloaded = offloaded
         self.place: Subgroup | Window | None = subgroup
+        self._unseen: frozenset[Piece] = frozenset()
         self.weights: Tensor | None = None
         self.from_disk = False
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
@@ -83,6 +84,15 @@ class SubgroupUpdate:
     def written_pieces(self) -> list[Piece]:
         """The pieces to whose parameters user code wrote since our last step."""
         return [piece for piece, gradient in self.items if gradient.parameter_written]
+
+    @property
+    def copied_pieces(self) -> list[Piece]:
+        """The pieces of whose parameters an update on the host reads a copy, or a master, of an earlier step."""
+        arena = self.subgroup.arena
+        if arena.streams or (arena.reads_parameters and self.from_disk):
+            return []
+        older = [piece for piece, given in self.items if not (given.parameter_written or given.fresh)]
+        return [piece for piece in older if piece in self.subgroup.newest] if arena.reads_parameters else older
 
     def release(self) -> None:
         """Release gradients on the device. Later work reads none there."""
@@ -222,14 +232,30 @@ class SubgroupUpdate:
 
     def _with_rests(self) -> list[Piece]:
         """Return the `written_pieces` that have a rest."""
-        return [piece for piece, gradient in self.items if gradient.parameter_written and not gradient.fresh]
+        return [piece for piece, given in self.items if self._is_written(piece, given) and not given.fresh]
+
+    def _is_written(self, piece: Piece, given: Input) -> bool:
+        return given.parameter_written or piece in self._unseen
 
     def _follow(self, master: Tensor, parameter_of: Callable[[Piece], Tensor]) -> None:
         for piece, gradient in self.items:
             if gradient.fresh:
                 master[piece.run].copy_(parameter_of(piece))
-            elif gradient.parameter_written:
+            elif self._is_written(piece, gradient):
                 follow(master[piece.run], parameter_of(piece))
+
+    def download_unseen(self, pieces: Sequence[Piece]) -> list[Copy]:
+        """Return the copies to the host of parameters to which user code wrote without raising a version."""
+        return [(self._staged(p), _of_parameter(p)) for p in pieces]
+
+    def take_over(self, pieces: Sequence[Piece]) -> None:
+        """Let masters on the host follow the parameters of `download_unseen`, before the host updates."""
+        # Not in `items`, which the caller's thread replaces at any time, in `release`.
+        self._unseen = frozenset(pieces)
+        master = self.on_host.state.master
+        if master is not None and not self.from_disk:
+            for piece in pieces:
+                follow(master[piece.run], self._staged(piece))
 
     def download_written(self) -> list[Copy]:
         """Return the copies to the host of parameters that user code wrote to, whose masters there must follow.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +22,7 @@ from tests.support.inside import plan_anew
 from tests.support.neighbour import Neighbour
 from tests.support.random_plans import RandomPlans
 from tests.support.scales import LARGE, ROOM, OnTwoStreams, Scales, Sines, SinesOnTwoStreams, run, with_policy
-from tests.support.training import batch as small_batch
-from tests.support.training import bits, mlp, no_synchronisation
+from tests.support.training import bits, no_synchronisation
 
 pytestmark = NEEDS_GPU
 
@@ -361,33 +359,3 @@ def test_visible_devices(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [uuid, str(nvml.total)]
-
-
-@pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("policy", ["cpu", 0.0, "resident"])
-def test_writes_that_raise_no_version(policy: str | float, attach: bool) -> None:
-    """What the GPU updates has them; of others the caller is told once, and of nothing else."""
-
-    def trained(write: Callable[[Tensor], object] | None) -> tuple[list[bytes], list[str]]:
-        model = mlp().to(DEVICE)
-        optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=300)
-        if attach:
-            optimizer.attach(model)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for step in range(12):
-                optimizer.zero_grad()
-                model(small_batch(step).to(DEVICE)).square().mean().backward()
-                optimizer.step()
-                optimizer.synchronize()
-                for p in model.parameters() if write is not None and step > 4 else ():
-                    write(p)
-        texts = [str(each.message) for each in told]
-        return bits(p.cpu() for p in model.parameters()), [text for text in texts if "raises no version" in text]
-
-    expected, told = trained(lambda p: p.detach().clamp_(-0.05, 0.05))
-    assert not told
-    assert not trained(None)[1]
-    ours, told = trained(lambda p: p.data.clamp_(-0.05, 0.05))
-    assert len(told) == (policy == "cpu")
-    assert policy == "cpu" or ours == expected

@@ -61,8 +61,9 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 40) -> n
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """On a batch that depends on the step number alone."""
     generator = torch.Generator().manual_seed(1000 + step)
-    inputs = torch.randn(8, 24, generator=generator).to(next(model.parameters()).dtype)
-    return nn.functional.cross_entropy(model(inputs).float(), torch.randint(0, 7, (8,), generator=generator))
+    inputs = torch.randn(8, 24, generator=generator).to(next(model.parameters()))
+    targets = torch.randint(0, 7, (8,), generator=generator).to(inputs.device)
+    return nn.functional.cross_entropy(model(inputs).float(), targets)
 
 
 def train(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from tests.support.blocks import loss, net, start
 from tests.support.inside import session_of
-from tests.support.training import assert_close_ulp, attached_after_a_step, bits, maker, mlp
+from tests.support.training import Make, assert_close_ulp, attached_after_a_step, bits, loss_of, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -138,6 +138,27 @@ def test_two_optimizers_that_get_gradients_of_one_loss() -> None:
     with pytest.warns(UserWarning, match=r"which this optimizer has not used .* `?p.grad = None`? does not") as caught:
         gan(offloads, by_hand)
     assert len(caught) == 1, "once"
+
+
+def test_another_optimizer_of_ours_zeroes_some_of_the_parameters() -> None:
+    """Of which it has no gradient itself."""
+
+    def trained(make: Make, make_other: Make) -> list[Tensor]:
+        model = mlp()
+        both, other = make(model.parameters()), make_other(model[0].parameters())
+        for step in range(4):
+            loss_of(model, step).backward()
+            if step % 2:
+                other.zero_grad()
+            both.step()
+            both.zero_grad()
+        return list(model.parameters())
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01)
+
+    ours = trained(maker("cpu", lr=0.01, offload_gradients=True), maker("cpu", lr=0.01))
+    assert_close_ulp(ours, trained(adamw, adamw))
 
 
 @pytest.mark.parametrize("mode", ["offload", "all weights stream", "all weights stay"])

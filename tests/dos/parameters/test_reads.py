@@ -138,6 +138,39 @@ def test_parameters_are_shared_right_after_a_step(settings: dict[str, Any]) -> N
     assert_close_ulp(*ends, 256)
 
 
+@pytest.mark.parametrize("synchronised", [False, True])
+@pytest.mark.parametrize("settings", [*SETTINGS, {"place": "stride:1", "offload_gradients": True}])
+def test_parameters_of_a_kept_list_are_shared_right_after_a_step(settings: dict[str, Any], synchronised: bool) -> None:
+    """The memory to which the update writes is not released under it, and its values are those of the new memory."""
+    ends = []
+    for make in (maker(machine=SLOW, lr=0.01, **settings), adamw):
+        model = mlp(width=64)
+        optimizer = make(kept := list(model.parameters()))
+        if isinstance(optimizer, DOSAdam):
+            optimizer.attach(model)
+        for step in range(4):
+            train(model, optimizer, 1, first_step=step)
+            if step == 2:
+                for p in kept:
+                    p.share_memory_()
+                if synchronised and isinstance(optimizer, DOSAdam):
+                    optimizer.synchronize()
+        if isinstance(optimizer, DOSAdam):
+            optimizer.synchronize()
+        assert all(p.is_shared() for p in kept)
+        ends.append(kept)
+    assert_close_ulp(*ends, 256)
+
+
+def test_shared_parameters_stay_shared() -> None:
+    """As other processes have them."""
+    model = mlp().share_memory()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    train(model, maker("stride:1", machine=SLOW)(model.parameters()), 2)
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert all(p.is_shared() for p in model.parameters())
+
+
 def test_a_list_that_user_code_puts_into_a_group_waits_too() -> None:
     """As Accelerate does where it divides parameters."""
     model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01))

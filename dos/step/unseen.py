@@ -1,0 +1,179 @@
+"""Finds writes that raise no version to parameters of which the host updates a copy, on a device that is queued for.
+
+The host updates staged parameters, or masters, while the device may still run backward. So the device compares the bits
+of the parameters with those after their last update, behind the copy of their gradients, and whoever updates reads the
+answer once that copy has ended, for which it waits in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
+
+from dos.devices import Device, Job, Mark
+from dos.state.bit_sums import BitSums
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
+from dos.step.work import SubgroupUpdate
+from perfmodel import Op
+
+_FIRST, _LAST, _DEVICE = range(3)
+"""The answers: behind the gradients, behind all that user code has queued before `step()`, and before updates on the
+device, several of which may be in flight."""
+
+LOST = (
+    "user code wrote to parameters ({}, the first of shape {}) in a way that raises no version counter, as through "
+    ".data or NumPy, and their updates, which had begun or read masters, have overwritten the new values; write under "
+    "torch.no_grad(), or call torch.autograd.graph.increment_version(parameters) after such writes, before step()"
+)
+
+
+class _Confirmation(NamedTuple):
+    """A comparison of pieces whose answer no update waits for."""
+
+    sums: BitSums
+    pieces: Collection[Piece]
+    job: Job
+    answer: int
+
+
+class UnseenWrites:
+    """The writes to parameters that raise no version, subgroup by subgroup.
+
+    Works on the caller's thread, on backward's, and on the CPU lane's, one subgroup at a time. Nothing of the last step
+    may be in flight when a comparison begins.
+    """
+
+    # One subgroup, step by step: its new parameters are copied to the device, and the same job remembers their bits
+    # (`remember`). Gradients are copied to the host, and the same job compares the bits (`compare`). The CPU lane has
+    # waited for that job, asks what was written, and fetches that (`take_over`). What is sent before `step()` is
+    # compared once more behind the caller's work (`confirm`), in case user code writes in between: that is known too
+    # late for the update, which may run already, so it is said (`lost`), and such a parameter is not sent early again.
+    # It is said, too, where the device updates whole masters (`around`): the host queues that update before it knows.
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._sums: dict[Subgroup, BitSums] = {}
+        self._confirmations: list[_Confirmation] = []
+        self._on_device: dict[BitSums, _Confirmation] = {}
+        self._taken: set[Piece] = set()
+        """The pieces taken over in the last step."""
+
+    def remember(self, update: SubgroupUpdate) -> Callable[[], None]:
+        """Return what queues sums of the parameters that were updated, behind the copies to them."""
+        subgroup = update.subgroup
+        sums = self._sums.get(subgroup)
+        if sums is None or not sums.current:
+            sums = self._sums[subgroup] = BitSums(subgroup.pieces)
+        pieces = update.pieces
+        sums.known.update(pieces)
+        sums.compared.clear()
+        return partial(sums.remember, pieces)
+
+    def compare(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> Callable[[], None] | None:
+        """Return what queues a comparison of these pieces; None if the host has no copy of any that is in use."""
+        sums = self._sums.get(subgroup)
+        known = [] if sums is None else [piece for piece in pieces if piece in sums.known]
+        if sums is None or not known or not sums.current:
+            return None
+        sums.compared.update(known)
+        return partial(sums.compare, known, _FIRST)
+
+    def compare_late(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> list[Job]:
+        """Compare all pieces of an update that waits for the caller's work, `after`, in any case. Returns the job."""
+        compare = self.compare(update.subgroup, update.copied_pieces)
+        return [] if compare is None else [self._device.copy(Op.GRADIENT, number, [], after, compare)]
+
+    def confirm(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> list[Job]:
+        """Compare pieces whose gradients were sent before once more, behind `after`, for `lost`.
+
+        Returns the job, for which the copy to these parameters must wait.
+        """
+        sums = self._sums.get(update.subgroup)
+        pieces = [] if sums is None else [piece for piece in update.copied_pieces if piece in sums.compared]
+        if sums is None or not pieces or not sums.current:
+            return []
+        job = self._device.copy(Op.GRADIENT, number, [], after, partial(sums.compare, pieces, _LAST))
+        self._confirmations.append(_Confirmation(sums, pieces, job, _LAST))
+        return [job]
+
+    def around(
+        self, updates: Iterable[SubgroupUpdate], apply: Callable[[], None]
+    ) -> tuple[Callable[[], None], Callable[[Job], None]]:
+        """Return `apply`, which updates on the device, with comparisons before it and sums behind, of whole masters.
+
+        Returns, too, a function to be called with the job.
+        """
+        masters = [update for update in updates if not update.subgroup.arena.reads_parameters]
+        masters = [update for update in masters if not update.subgroup.arena.streams]
+        if not masters:
+            return apply, lambda job: None
+        found = ((update, self._sums.get(update.subgroup)) for update in masters)
+        known = [
+            (sums, [piece for piece in update.copied_pieces if piece in sums.known])
+            for update, sums in found
+            if sums is not None and sums.current
+        ]
+
+        def compared() -> None:
+            for sums, pieces in known:
+                sums.compare(pieces, _DEVICE, ever=True)
+            apply()
+            for update in masters:
+                self.remember(update)()
+
+        def queued(job: Job) -> None:
+            self._on_device |= {sums: _Confirmation(sums, pieces, job, _DEVICE) for sums, pieces in known}
+
+        return compared, queued
+
+    def found(self, update: SubgroupUpdate) -> list[Piece]:
+        """Return the pieces of the update to which user code may have written unseen, once the comparisons have ended.
+
+        Of parameters that are their masters those of which nothing is known are among them: to take these over changes
+        nothing where nothing was written.
+        """
+        subgroup = update.subgroup
+        copied, sums = update.copied_pieces, self._sums.get(subgroup)
+        compared = sums.compared if sums is not None and sums.current else set()
+        other = sums.other(compared, _FIRST) if sums is not None and compared else set()
+        if sums is not None and other:
+            # Pieces without a gradient in this step have to be fetched in their next one.
+            subgroup.newest.difference_update(other)
+            sums.known -= other
+        # User code may have written to a master: only if the parameter was written to does that come first.
+        unknown = subgroup.arena.reads_parameters
+        return [piece for piece in copied if piece in other or (unknown and piece not in compared)]
+
+    def take_over(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> None:
+        """Fetch the parameters to which user code may have written, before the host updates. Blocks if there are any.
+
+        after: the work that the caller has queued before the step.
+        """
+        found = self.found(update)
+        if found:
+            # Behind all of the caller's writes before step(); the host reads the copies below.
+            self._device.copy(Op.GRADIENT, number, update.download_unseen(found), after).wait()
+            update.take_over(found)
+            self._taken.update(found)
+
+    def lost(self) -> list[ParameterRecord]:
+        """Return the records whose parameters were written to too late for an update that has ended. Blocks shortly."""
+        confirmations, self._confirmations = self._confirmations, []
+        taken, self._taken = self._taken, set()
+        records: dict[ParameterRecord, None] = {}
+        # The jobs of a device that is queued for can be asked as marks can.
+        ended = {sums: each for sums, each in self._on_device.items() if cast(Mark, each.job).at() is not None}
+        for sums in ended:
+            del self._on_device[sums]
+        for sums, pieces, job, answer in (*confirmations, *ended.values()):
+            job.wait()  # the host reads its answer
+            found = sums.other(pieces, answer)
+            records |= dict.fromkeys(piece.record for piece in (found - taken if answer == _LAST else found))
+        return list(records)
+
+    def forget(self, subgroup: Subgroup) -> None:
+        """Forget a subgroup whose parameters are forgotten. Nothing may be in flight."""
+        sums = self._sums.pop(subgroup, None)
+        if sums is not None:
+            self._on_device.pop(sums, None)
