@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
+import mmap
 import platform
 import resource
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +20,14 @@ from dos import DOSAdam
 from dos.devices import pin_limit, pinned
 from dos.devices.pinned import excess, lazy_zeros, pin, pinned_bytes, pinned_parts, unpin
 from perfmodel import Placement
+from tests.support.blocks import net, train
 from tests.support.fake_cuda import FakeCudaDevice, Runtime, install
 from tests.support.inside import session_of
+from tests.support.training import everything
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
+PAGE = mmap.PAGESIZE
 
 
 @pytest.fixture
@@ -191,3 +197,43 @@ def test_staging_and_state_that_streams_are_pinned_first(runtime: Runtime) -> No
     assert line.startswith(
         f"Host memory: {runtime.pinned / 2**30:.2f} of 0.05 GiB pinned; the rest is copied more slowly"
     )
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"policy": "cpu"},
+    "attached": {"policy": "stride:2", "attach": {}},
+    "saved tensors leave": {"policy": "cpu", "attach": {"activations": 1.0}},
+    "gradients offloaded": {"policy": 0.5, "offload_gradients": True, "attach": {}},
+    "disk": {"policy": "cpu", "host_memory": 70_000, "memory_budget": 0, "attach": {}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pins_that_fail_change_no_result(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call that pins more than two pages fails, and each beyond nine pages in all."""
+    monkeypatch.setattr(pin_limit, "LEFT_TO_OTHERS", 2 * PAGE)
+    monkeypatch.setattr(pinned, "_forget_error", lambda device: None)
+    monkeypatch.setattr(pinned._register, "__defaults__", (PAGE,))
+    monkeypatch.setattr(pin_limit.PinLimit.fitting, "__defaults__", (PAGE, 0))
+    ends = []
+    for most_at_once, most_in_all in ((math.inf, math.inf), (2 * PAGE, 9 * PAGE)):
+        runtime = install(monkeypatch, None)
+        runtime.most_at_once, runtime.most_in_all = most_at_once, most_in_all
+        settings = dict(WAYS[way])
+        attach = settings.pop("attach", None)
+        if "host_memory" in settings:
+            settings["disk"] = tmp_path
+        model = net(torch.float32, blocks=4)
+        optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), subgroup_size=2048, **settings)
+        if attach is not None:
+            optimizer.attach(model, **attach)
+        train(model, optimizer, 3)
+        optimizer.synchronize()
+        ends.append(everything(model, optimizer))
+        train(model, optimizer, 1, first=3)  # after state was read
+        optimizer.synchronize()
+        ends[-1] += everything(model, optimizer)
+        assert runtime.pinned <= most_in_all
+        assert set(Counter(runtime.refused).values()) <= {1}, "a call that failed was repeated"
+        assert bool(runtime.refused) == (most_at_once < math.inf)
+    assert all(end == ends[0] for end in ends)
