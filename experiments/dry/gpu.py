@@ -26,6 +26,8 @@ DEVICE_BYTES = 80 << 30
 """Of each of the machines, or less."""
 TRITON_S = 80e-6
 """That the host takes to launch an update, with Python's lock."""
+MOST_UPDATES = 4096
+"""On the CPU between two looks."""
 SLICE_S = 25e-6
 """In which the host holds Python's lock and lets go of it in turn, as operations of torch do."""
 
@@ -98,10 +100,9 @@ def now_s() -> float:
 
 def host_updates() -> list[tuple[float, float]]:
     """When updates on the CPU began and ended since this was last asked."""
-    most = 4096
-    begins, ends = (ctypes.c_double * most)(), (ctypes.c_double * most)()
-    count = lib.sim_host_updates(begins, ends, most)
-    return [*zip(begins, ends, strict=True)][:count]
+    begins, ends = (ctypes.c_double * MOST_UPDATES)(), (ctypes.c_double * MOST_UPDATES)()
+    count = lib.sim_host_updates(begins, ends, MOST_UPDATES)
+    return list(zip(begins[:count], ends[:count], strict=True))
 
 
 def _doubles(values: Sequence[float]) -> Any:
