@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
 import math
@@ -236,8 +237,14 @@ def machine(name: str) -> Machine:
     beside = [calibration["figures"][f"{rate}_beside"]["value"] for rate in ("cpu_update_rate", *_LINKS)]
     contest = results.get("contest", {}) if measured == "results.json" else _read(folder, measured)
     figures = contest.get("figures", {})
+    profile = HardwareProfile.from_json(_read(folder, "profile.json"))
+    links = profile.h2d_bandwidth_duplex, profile.d2h_bandwidth_duplex
+    kept = [rate / alone for rate, alone in zip(beside, (profile.cpu_update_rate, *links), strict=True)]
+    fields = {field.name for field in dataclasses.fields(profile)}
+    if "h2d_weight" in fields:  # as calibration measures them since; the versions that these machines ran have none
+        profile = dataclasses.replace(profile, h2d_weight=kept[1] / kept[0], d2h_weight=kept[2] / kept[0])
     return Machine(
-        HardwareProfile.from_json(_read(folder, "profile.json")),
+        profile,
         (beside[0], beside[1], beside[2]),
         {int(count): rate for count, rate in calibration["threads_tried"].items()},
         {attached: _iterations(figures.get(key, {})) for attached, key in ((True, "attached"), (False, "contenders"))},
