@@ -17,14 +17,14 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.command import Parser, table_of
 from experiments.dry.machines import FILES, SETTINGS, Costs
 from experiments.dry.row import PROGRAM, Row
-from experiments.harness import finish, measuring
+from experiments.harness import Limit, finish, measuring
 from experiments.simdev.build import UnavailableError, library
 
 HERE = Path(__file__).parents[2]
@@ -54,6 +54,19 @@ def run_apart(row: Row, dos: Path = HERE) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def limits(rows: Sequence[Mapping[str, Any]]) -> list[Limit]:
+    """Adaptive plans are not behind fixed ones, of the same machine and setting, by more than 2%."""
+    found = []
+    for row in rows:
+        place = row["machine"], row["setting"], row["attached"]
+        others = [each for each in rows if (each["machine"], each["setting"].split(", ")[0], each["attached"]) == place]
+        if len(others) > 1 and row["setting"] in SETTINGS:
+            best = min((each for each in others if each is not row), key=lambda each: each["iteration_ms"])
+            name = f"adaptive over the best fixed policy ({', '.join(map(str, place))})"
+            found.append(Limit.at_most(name, row["iteration_ms"] / best["iteration_ms"], 1.02, best["setting"]))
+    return found
+
+
 def _cost(text: str) -> tuple[str, float]:
     name, _, number = text.partition("=")
     if name not in COSTS:
@@ -67,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setting", action="append", choices=SETTINGS, help="one of them (all); may be given again")
     parser.add_argument("--attached", action="store_const", const=True, help="only attached models")
     parser.add_argument("--not-attached", action="store_const", dest="attached", const=False, help="only others")
-    parser.add_argument("--policy", help="in place of the setting's own, as DOSAdam takes it")
+    own = "in place of the setting's own, as DOSAdam takes it; may be given again"
+    parser.add_argument("--policy", action="append", help=own)
+    fixed = "besides, fixed policies that need no more memory; the status is 1 if adaptive is behind by more than 2%%"
+    parser.add_argument("--fixed", action="store_true", help=fixed)
     parser.add_count("steps", 8, "iterations that count")
     parser.add_count("warm-up", 12, "iterations before them")
     parser.add_count("repeat", 1, "times that each row is run: the one of median time is shown")
@@ -91,27 +107,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     with measuring(arguments.json, emulated=False) as (console, progress):
         for machine, setting, attach in itertools.product(arguments.machine or FILES, settings, attached):
-            row = Row(
-                machine,
-                setting,
-                attach,
-                arguments.warm_up,
-                arguments.steps,
-                arguments.policy,
-                arguments.process_group,
-                arguments.contest,
-                arguments.layers,
-                arguments.trace,
-                dict(arguments.cost),
-            )
-            runs = []
-            for number in range(arguments.repeat):
-                progress(f"{machine}, {setting}, {'attached' if attach else 'not attached'}, run {number + 1}")
-                runs.append(run_apart(row, arguments.dos))
-            for same in zip(*runs, strict=True):
-                rows.append(sorted(same, key=lambda each: each["iteration_ms"])[len(runs) // 2])
+            policies = arguments.policy or [None, *(SETTINGS[setting].fixed if arguments.fixed else ())]
+            for policy in policies:
+                row = Row(
+                    machine,
+                    setting,
+                    attach,
+                    arguments.warm_up,
+                    arguments.steps,
+                    policy,
+                    arguments.process_group,
+                    arguments.contest,
+                    arguments.layers,
+                    arguments.trace,
+                    dict(arguments.cost),
+                )
+                runs = []
+                for number in range(arguments.repeat):
+                    where = "attached" if attach else "not attached"
+                    progress(f"{machine}, {setting}, {policy or 'its own policy'}, {where}, run {number + 1}")
+                    runs.append(run_apart(row, arguments.dos))
+                for same in zip(*runs, strict=True):
+                    rows.append(sorted(same, key=lambda each: each["iteration_ms"])[len(runs) // 2])
     console.print(table_of("milliseconds on a dry GPU", rows, *COLUMNS, left=3))
-    return finish({"rows": rows}, console, arguments.json)
+    return finish({"rows": rows}, console, arguments.json, limits(rows) if arguments.fixed else None)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,14 @@ class Setting:
     contender: str
     """In the result files."""
 
+    @property
+    def fixed(self) -> list[str]:
+        """Policies that need no more device memory; adaptive plans are compared with them. None without memory."""
+        if self.share is None:
+            return []
+        ratios = [str(ratio) for ratio in (0.25, 0.5, 0.75, 0.9) if 1 - ratio <= self.share + 1e-9]
+        return ["cpu", "stride:2", "stride:3", "stride:5", *ratios]
+
 
 SETTINGS = {
     setting.name: setting

@@ -156,3 +156,21 @@ def test_a_small_row(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = read_figures(capsys.readouterr().out, status)["rows"]
     assert row.keys() >= set(dry.COLUMNS)
     assert row["iteration_ms"] > row["device_backward_ms"] > 2 * 3.6
+
+
+def test_adaptive_is_compared_with_fixed_policies_that_need_no_more_memory() -> None:
+    assert SETTINGS["cpu"].fixed == []
+    assert SETTINGS["tenth"].fixed == ["cpu", "stride:2", "stride:3", "stride:5", "0.9"]
+    assert {"0.5", "0.75"} <= set(SETTINGS["half"].fixed)
+    own = {"machine": "h200", "attached": True}
+    rows = [
+        {**own, "setting": "tenth", "iteration_ms": 104.0},
+        {**own, "setting": "tenth, stride:2", "iteration_ms": 101.0},
+        {**own, "setting": "tenth, cpu", "iteration_ms": 130.0},
+        {**own, "setting": "half", "iteration_ms": 101.0},
+        {**own, "setting": "half, 0.5", "iteration_ms": 100.0},
+    ]
+    tenth, half = dry.limits(rows)
+    assert (tenth.measured, tenth.note) == (104 / 101, "tenth, stride:2")
+    assert tenth.missed
+    assert not half.missed
