@@ -187,10 +187,12 @@ class Backward:
     def may_change(self, record: ParameterRecord) -> bool:
         """Return whether this record's gradients may change after their hooks.
 
-        DDP reduces gradients after the hooks, FSDP2 before them.
+        DDP reduces gradients after the hooks, FSDP2 before them. User code does not know copies of weights that stream.
         """
         if self.replays:
             return True
+        if record.leaf is not record.parameter:
+            return False
         return not record.sharded and (self.now.travels or id(record.parameter) in reduced_parameters())
 
     def is_final(self, record: ParameterRecord) -> bool:

@@ -671,16 +671,25 @@ class Session:
     @entry(*ANY)
     def _discard(self, records: Sequence[ParameterRecord]) -> None:
         self.registry.offloaded.forget(records)
+        self._empty_copies(records)
+
+    @entry(*ANY)
+    def forget_interrupted(self) -> None:
+        """Forget gradients that a backward which raised has written to copies before our hook took them."""
+        self._empty_copies(self.registry.records.values())
+
+    def _empty_copies(self, records: Iterable[ParameterRecord]) -> None:
+        """Forget gradients on copies of weights that stream, left by a backward that was interrupted."""
         for record in records:
             if record.leaf is not record.parameter:
-                record.leaf.grad = None  # left by a backward that was interrupted
+                record.leaf.grad = None
 
     def forget_gradients(self) -> None:
         """Forget all gradients, because user code has discarded them."""
         self.clipping.forget()
         self.registry.offloaded.forget_all()
-        for record in self.registry.records.values() if self.weights is not None else ():
-            record.leaf.grad = None  # left by a backward that was interrupted
+        if self.weights is not None:
+            self._empty_copies(self.registry.records.values())
         if self.on_device is not None:
             self.on_device.departures.forget()
         if self.guard.phase is Phase.BACKWARD:
@@ -708,8 +717,9 @@ class Session:
         if not offloaded.enabled or self.on_device is None:
             return
         found = [(r, leaf) for r, _ in active if r.arena.accelerated for leaf in _leaves(r)]
-        for record, _ in found:
-            if record in offloaded.records and record not in offloaded.left:
+        for record, leaf in found:
+            # On a copy, which user code does not know, is what a backward that raised has left.
+            if leaf is record.parameter and record in offloaded.records and record not in offloaded.left:
                 raise RuntimeError(
                     f"user code has set p.grad of a parameter of shape {tuple(record.parameter.shape)} whose gradient "
                     "DOSAdam(offload_gradients=True) has moved to the host, where p.grad does not replace it; edit "

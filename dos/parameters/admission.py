@@ -34,6 +34,8 @@ def check_parameter(
     record: the parameter's, whose device, dtype and shape it must still have; None before its first update.
     """
     gradient = parameter.grad
+    if gradient is None and record is not None:
+        gradient = record.leaf.grad
     if gradient is not None and gradient.layout != torch.strided:
         raise RuntimeError(
             f"{name_of(parameter, group)}: DOSAdam does not support sparse gradients, found layout "

@@ -65,7 +65,9 @@ class Reconciler:
                 record = records.get(id(p))
                 known += record is not None
                 if gradient is None and record not in away:
-                    continue
+                    gradient = None if record is None else record.leaf.grad
+                    if gradient is None:
+                        continue
                 if not checked:
                     self._rule.check(group, f"param group {number}")
                     checked = True

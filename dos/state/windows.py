@@ -33,11 +33,11 @@ def disk_bytes(subgroup: Subgroup) -> int:
     return sum(aligned(t.nbytes, PAGE) for t in subgroup.state.tensors())
 
 
-def window_bytes(subgroups: Iterable[Subgroup]) -> int:
-    """Return the bytes of a window that is large enough for each of these."""
+def window_bytes(subgroups: Iterable[Subgroup], *, streams: bool = False) -> int:
+    """Return the bytes of a window that is large enough for each of these. streams: whether all their weights will."""
     # Only the largest subgroup of each arena, because every step calls this.
     largest = {s.arena: s for s in sorted(subgroups, key=lambda s: s.numel)}.values()
-    tensors = ((*s.state.tensors(), s.gradient, None if s.arena.streams else s.parameter) for s in largest)
+    tensors = ((*s.state.tensors(), s.gradient, None if streams or s.arena.streams else s.parameter) for s in largest)
     return max((sum(aligned(t.nbytes, PAGE) for t in each if t is not None) for each in tensors), default=0)
 
 

@@ -20,6 +20,7 @@ from dos.torch_internals.module_parameters import move_buffers, parameters_of
 from dos.torch_internals.tensors import share_gradient_hooks
 from dos.weights.block import Block
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
+from dos.weights.host_room import check_host_room
 from dos.weights.stream import WeightStream, stream_of
 from perfmodel.workload import BlockLoad, Workload
 
@@ -52,7 +53,8 @@ class WeightHomes:
         """Move each block to its home, or to the device to stay, and all else to the device. Nothing may be in flight.
 
         modules: the blocks; None: see `find_blocks`. watcher, lock: see WeightStream.
-        Raises ValueError or TypeError, with nothing changed, for a model whose weights cannot stream.
+        Raises ValueError or TypeError, with nothing changed, for a model whose weights cannot stream, and MemoryError
+        where `host_memory` is too little for its weights and gradients.
         """
         check_streamable(model, [p for group in groups for p in group["params"]])
         found = find_blocks(model, modules)
@@ -61,18 +63,16 @@ class WeightHomes:
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
         self._check_state(model, [[m.parameter for m in mine] for mine in members.values()])
+        stays = spread(len(members), staying(self._amount, len(members)))
+        streams = [mine for number, mine in enumerate(members.values()) if number not in stays]
+        self._enrol(members.values(), streams, groups)
         # Hooks of the former stream would set copies that no transfer fills any more. All checks come before this.
         if before is not None:
             before.detach()
-        stays = spread(len(members), staying(self._amount, len(members)))
-        streamed = {id(m.parameter) for each in members.values() for m in each}
-        self._move_rest(model, streamed)
-        self._registry.devices.streamed |= streamed & group_of.keys()
-        # Blocks are enrolled one by one, and the size of subgroups would follow from the first block alone.
-        self._registry.expected = sum(p.numel() for group in groups for p in group["params"] if p.requires_grad)
+        self._move_rest(model, {id(m.parameter) for each in members.values() for m in each})
         blocks = {}
         for number, (module, mine) in enumerate(members.items()):
-            blocks[module] = self._make(number, mine, group_of, streams=number not in stays)
+            blocks[module] = self._make(number, mine, streams=number not in stays)
         self.stream = WeightStream(self._device, model, blocks, watcher, lock)
 
     @property
@@ -167,6 +167,34 @@ class WeightHomes:
             if mine.arena in block_of and id(mine.parameter) not in inside:
                 raise _changed(mine.parameter, "has its state beside that of a block's weights, and is none of them")
 
+    def _enrol(
+        self, blocks: Collection[Sequence[Member]], streaming: Iterable[Sequence[Member]], groups: Sequence[Group]
+    ) -> None:
+        """Enrol trained parameters of the blocks. Raises MemoryError, with none enrolled, as `check_host_room`.
+
+        streaming: the blocks whose weights are to be on the host. groups: of the optimizer.
+        """
+        registry, devices = self._registry, self._registry.devices
+        group_of = {id(p): group for group in groups for p in group["params"]}
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        streamed, known = devices.streamed, set(registry.records)
+        devices.streamed = streamed | ({id(m.parameter) for each in blocks for m in each} & group_of.keys())
+        # Blocks are enrolled one by one, and the size of subgroups would follow from the first block alone.
+        registry.expected = sum(p.numel() for p in trained)
+        try:
+            for members in blocks:
+                # Each has arenas of its own, so that no subgroup lies in two: a fetch waits only for its own updates.
+                registry.enrol([(m.parameter, group_of[id(m.parameter)]) for m in members if m.parameter.requires_grad])
+            at_home = [m.parameter for each in streaming for m in each]
+            check_host_room(registry, trained, at_home, moves=self._amount == "auto")
+        except BaseException:
+            devices.streamed = streamed
+            registry.forget(
+                [record for key, record in registry.records.items() if key not in known],
+                [p for group in groups for p in group["params"]],
+            )
+            raise
+
     def _move_rest(self, model: nn.Module, streamed: Collection[int]) -> None:
         """Move parameters of no block, and all buffers, to the device."""
         there = getattr(self._device, "torch_device", torch.device("cpu"))
@@ -178,12 +206,10 @@ class WeightHomes:
             self._device.count(parameter)
         move_buffers(model, there)
 
-    def _make(self, number: int, members: Sequence[Member], group_of: dict[int, Group], *, streams: bool) -> Block:
-        """Enrol a block's trained parameters, and move all its parameters."""
+    def _make(self, number: int, members: Sequence[Member], *, streams: bool) -> Block:
+        """Make a block of enrolled parameters, and move all its parameters."""
         registry = self._registry
         trained = [m.parameter for m in members if m.parameter.requires_grad]
-        # Each block has arenas of its own, so that no subgroup lies in two: a fetch waits only for its own updates.
-        registry.enrol([(p, group_of[id(p)]) for p in trained])
         block = Block(number, members, self._device)
         block.make_copies(getattr(self._device, "torch_device", torch.device("cpu")))
         for member, copy in zip(members, block.copies, strict=True):

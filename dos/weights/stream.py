@@ -38,6 +38,7 @@ from dos.torch_internals.module_parameters import (
 from dos.torch_internals.tensors import converted_from, storage_address
 from dos.weights.block import Block
 from dos.weights.inputs import serve_inputs
+from dos.weights.interrupted import after_interruptions
 from dos.weights.lost import SAID, Lost
 from perfmodel.workload import WEIGHT_WINDOW
 
@@ -120,6 +121,7 @@ class WeightStream:
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
         serve_inputs(_copies_of)
+        after_interruptions(_forget_interrupted)
         renewed.add(self)
 
     def renew(self) -> None:
@@ -201,9 +203,8 @@ class WeightStream:
             self._set_homes()
         # Copies that an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
-            self._backwards.clear()
+            self._end_backwards()
             for block in self.blocks:
-                block.end_backward()
                 if block not in self._first or block.stale:
                     self._release(block)
             self._order = []
@@ -441,6 +442,23 @@ class WeightStream:
                 self._release(block)
             block.end_backward()
 
+    def _end_backwards(self) -> None:
+        """Forget backwards that have raised, of which no callback tells that they have ended."""
+        self._backwards.clear()
+        for block in self.blocks:
+            block.end_backward()
+
+    @hook
+    def _forget_backwards(self) -> None:
+        self._end_backwards()
+
+    def forget_interrupted(self) -> None:
+        """Forget what a backward that raised has left: copies in use, and gradients on copies."""
+        self._forget_backwards()
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.forget_interrupted()
+
     # Transfers.
 
     def _use(self, block: Block, order: Mapping[Block, Block]) -> None:
@@ -507,11 +525,10 @@ class WeightStream:
 
     def release_all(self) -> None:
         """Release all blocks that stream. No forward and no backward may run."""
-        self._backwards.clear()
+        self._end_backwards()
         self._forwards = 0
         self._set_homes()
         for block in self.blocks:
-            block.end_backward()
             self._release(block)
 
     def _set_homes(self) -> None:
@@ -593,6 +610,11 @@ def _copies_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:
     """Return the copies of those of these parameters that are homes, by the ids of the parameters."""
     wanted, streams = {id(p) for p in parameters}, list(_of_model.values())
     return {home: copy for stream in streams for home, copy in stream.copies.items() if home in wanted}
+
+
+def _forget_interrupted() -> None:
+    for stream in list(_of_model.values()):
+        stream.forget_interrupted()
 
 
 def _with_gradient(known: Sequence[Tensor], arguments: Any) -> list[Tensor]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.training import FAST, assert_close_ulp, batch, bits
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 
 class Blocks(nn.Module):
     """Blocks of one linear layer each, and a head."""

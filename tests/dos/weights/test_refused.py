@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from dos import DOSAdam, EmulatedDevice
 from dos.sharding.local import local
 from tests.support.blocks import RUNS, inputs, loss, net, start, train
 from tests.support.fake_ranks import fake_ranks
-from tests.support.training import FAST, bits, mlp
+from tests.support.training import FAST, bits, everything, mlp
 
 
 def float32(*_: Any) -> nn.Module:
@@ -163,3 +165,49 @@ def test_a_block_whose_forward_writes_to_its_weights(write: str, weights: int) -
     handle.remove()
     if weights == 0:
         assert bits(model.parameters()) == before
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize(("weights", "dtype"), [(0, torch.bfloat16), ("auto", torch.bfloat16), (3, torch.float32)])
+def test_host_memory_that_is_too_small_for_weights_and_gradients(
+    weights: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With state on disk. What the error says is enough for any step, and one byte less is refused."""
+
+    def large() -> nn.Module:
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Linear(24, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))).to(dtype)
+        model[1][1].requires_grad_(False)
+        return model
+
+    def begin(model: nn.Module, host_memory: int) -> DOSAdam:
+        options = {"disk": tmp_path, "host_memory": host_memory, "subgroup_size": 4096, "policy": "cpu"}
+        optimizer = DOSAdam(
+            model.parameters(), lr=1e-2, device=EmulatedDevice(FAST, 10**8), offload_gradients=True, **options
+        )
+        optimizer.attach(model, weights=weights, blocks=list(model[1]))
+        return optimizer
+
+    model, other = large(), large()
+    before, found = bits(model.parameters()), 60_000
+    with pytest.raises(MemoryError, match=r"weights that stream take \d+ bytes of host memory, gradients \d+") as error:
+        begin(model, found)
+    assert bits(model.parameters()) == before
+    least = int(re.search(r"host_memory=(\d+) or more", str(error.value)).group(1))
+    with pytest.raises(MemoryError, match=f"found host_memory={least - 1}; build .* host_memory={least} or more"):
+        begin(model, least - 1)
+    optimizer, reference = begin(model, least), begin(other, 10**8)
+    train(model, optimizer)
+    train(other, reference)
+    assert everything(model, optimizer) == everything(other, reference)
+    assert optimizer.metrics()["disk_held_bytes"] > 0
+
+
+def test_sparse_gradients() -> None:
+    """Also of weights that no `p.grad` shows."""
+    model = nn.Sequential(nn.ModuleList(nn.Embedding(8, 16, sparse=True) for _ in range(2)))
+    optimizer = start(model, 0)
+    x = torch.arange(4)
+    sum(block(x).sum() for block in model[0]).backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from tests.support.activations import Net
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
+from tests.support.fake_ranks import fake_ranks
 from tests.support.training import FAST, bits, everything
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -204,6 +205,13 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("weights", [0, 2])
 def test_models_of_other_kinds(build: Callable[[Any], nn.Module], run: Any, weights: int) -> None:
     assert trained(build(run), weights) == trained(build(run), None)
+
+
+@pytest.mark.parametrize("weights", [0, 3])
+def test_beside_other_ranks(weights: int) -> None:
+    """Without DistributedDataParallel: gradients of copies leave in backward, those in p.grad do not."""
+    with fake_ranks(2):
+        assert trained(net(), weights) == trained(net(), None)
 
 
 def two_forwards(order: str, model: Any, optimizer: DOSAdam) -> None:

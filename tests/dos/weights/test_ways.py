@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -365,10 +366,12 @@ def test_a_model_is_saved_whole() -> None:
 class Pairs(Stack):
     """Two blocks in one checkpoint wait for each other, and no hook sees what was recomputed."""
 
+    reentrant = False
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         for i in (0, 2):
-            x = checkpoint(nn.Sequential(self.blocks[i], self.blocks[i + 1]), x, use_reentrant=False)
+            x = checkpoint(nn.Sequential(self.blocks[i], self.blocks[i + 1]), x, use_reentrant=self.reentrant)
         found: Tensor = self.last(x)
         return found
 
@@ -379,15 +382,25 @@ def read_all(model: Any, device: FaultyDevice) -> None:
         block.norm.register_full_backward_hook(lambda *_: [each.one.weight.sum() for each in model.blocks] and None)
 
 
+def synchronize(model: Any, device: FaultyDevice) -> None:
+    """While a block runs."""
+    for block in model.blocks:
+        block.norm.register_forward_hook(lambda *_: model.optimizer().synchronize())
+
+
 def deny(*numbers: int) -> Callable[..., None]:
     return lambda model, device: device.fail("refill", *numbers)
 
 
-@pytest.mark.parametrize("disturb", [read_all, deny(5, 6)])
-def test_a_block_that_backward_uses_is_kept(disturb: Callable[..., None]) -> None:
-    """Where user code reads homes, and where the device denies memory for another block."""
+@pytest.mark.parametrize(
+    ("disturb", "reentrant"), [(read_all, False), (synchronize, False), (deny(5, 6), False), (deny(7, 9), True)]
+)
+def test_a_block_that_is_used_is_kept(disturb: Callable[..., None], reentrant: bool) -> None:
+    """Where user code reads homes, or waits, and where the device denies memory for another block."""
     model, other, device = Pairs(Parts), Pairs(Parts), FaultyDevice(torch.OutOfMemoryError)
+    model.reentrant = other.reentrant = reentrant
     optimizer, reference = start(model, 0, device=device), start(other, None)
+    model.optimizer = weakref.ref(optimizer)
     disturb(model, device)
     for each, its in ((model, optimizer), (other, reference)):
         train(each, its, 1, micro_batches=1)
