@@ -427,7 +427,7 @@ class WeightStream:
     def _passed(self, block: Block) -> None:
         """Release the block, which backward has passed, and fetch the next one."""
         block.due = max(0, block.due - 1)
-        if block.touched and not block.running and not block.due and block not in self._first:
+        if not block.running and not block.due and block not in self._first:
             self._release(block)
             self._fetch_ahead(block, self._before_that)
 

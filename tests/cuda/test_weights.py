@@ -17,6 +17,7 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from perfmodel import Op, Placement
 from perfmodel.hardware import HardwareProfile
+from tests.dos.weights.test_ways import WAYS, Recurrent, Stack
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
@@ -319,6 +320,27 @@ OTHERS = (
 @pytest.mark.parametrize("train", OTHERS)
 def test_what_else_users_do(train: Training, policy: Any) -> None:
     assert_as_on_device(train, 0, policy)
+
+
+@pytest.mark.parametrize(("kind", "run"), [way for way in WAYS if way[0] is not Recurrent or not SIMULATED])
+def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any) -> None:
+    """Blocks stream, some stay, all stay, or the plan says; attached once, and again after each step."""
+
+    def end(weights: Any, again: Any = None) -> list[bytes]:
+        model = Stack(kind, run) if weights is not None else Stack(kind, run).to(DEVICE)
+        optimizer = DOSAdam(model.parameters(), lr=1e-2, device=DEVICE, offload_gradients=True, subgroup_size=400)
+        optimizer.attach(model, weights=weights)
+        for step in range(3):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            model(x.to(DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if again is not None:
+                optimizer.attach(model, weights=again)
+        optimizer.synchronize()
+        return bits(on_host(model.parameters()))
+
+    assert end(0) == end(1, again=0) == end("auto", again=1.0) == end(None)
 
 
 def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:

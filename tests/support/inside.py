@@ -2,12 +2,18 @@
 
 How small a saved tensor may be that leaves (models of tests are small); what is asked of a device that a helper has
 made; a policy that is to be asked again although nothing has changed; what is in memory between two steps, where
-metrics() tells of the last one; which objects are to go with the optimizer.
+metrics() tells of the last one; which objects are to go with the optimizer; the moment between backward's write of a
+gradient and our hook.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
 
 from dos import DOSAdam
 from dos.activations.offload import ActivationOffload
@@ -37,3 +43,28 @@ def plan_anew(optimizer: DOSAdam) -> None:
     decisions = session_of(optimizer).decisions
     if decisions is not None:
         decisions._asked = None, None
+
+
+class StoppedError(Exception):
+    """On purpose."""
+
+
+@contextlib.contextmanager
+def stopped_at(number: int, *, taken: bool = False) -> Iterator[list[Tensor]]:
+    """Raise in backward when this number of gradients was written, and before our hook sees the last of them.
+
+    taken: or after it. Yields a list, to which the tensor is appended that has the gradient.
+    """
+    ready, left, leaves = Session.gradient_ready, number, list[Tensor]()
+
+    def stop(session: Session, parameter: Tensor, leaf: Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left != -1 or taken:
+            ready(session, parameter, leaf)
+        if left == -1:
+            leaves.append(leaf)
+            raise StoppedError
+
+    with patch.object(Session, "gradient_ready", stop):
+        yield leaves

@@ -67,6 +67,11 @@ class Net(nn.Module):
             x = x + self.expert(x)
         return self.last(x + nn.functional.linear(x, self.late.weight).sigmoid())
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Those whose weights may stream: `late` is read past its module."""
+        return [self.first, self.norm, self.never, self.expert, self.last]
+
 
 MicroBatch = tuple[int, bool]
 """A seed, and whether the expert is used."""
@@ -83,15 +88,22 @@ class Amp(enum.Enum):
 class Run:
     """A model and an optimizer, with all that belongs to them.
 
-    make: builds the optimizer from param groups. activations: how much of what is saved leaves.
+    make: builds the optimizer from param groups. activations: how much of what is saved leaves. weights: how many
+        blocks stay on the device; None: no weights stream.
     """
 
     def __init__(
-        self, make: Callable[[list[dict[str, Any]]], Any], model: Net, attached: bool = False, activations: Any = None
+        self,
+        make: Callable[[list[dict[str, Any]]], Any],
+        model: Net,
+        attached: bool = False,
+        activations: Any = None,
+        weights: Any = None,
     ) -> None:
         self.make = make
         self.attached = attached
         self.activations = activations
+        self.weights = weights
         self.model = model
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
         self.scaler.scale(torch.ones(()))  # it begins with the first use
@@ -102,9 +114,13 @@ class Run:
         self.optimizer = optimizer
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         if self.attached:
-            optimizer.attach(self.model, activations=self.activations)
+            self.attach()
         if self.activations is not None:
             offload_of(optimizer).least_bytes = 16
+
+    def attach(self) -> None:
+        blocks = {} if self.weights is None else {"weights": self.weights, "blocks": self.model.blocks}
+        self.optimizer.attach(self.model, activations=self.activations, **blocks)
 
     def group(self, late: bool) -> dict[str, Any]:
         """The parameters that are given to the optimizer at first, or later."""
@@ -130,12 +146,16 @@ class Run:
         entries = (self.optimizer.state[p] for p in self.optimized() if p in self.optimizer.state)
         return [entry["exp_avg"] for entry in entries if "exp_avg" in entry]
 
-    def loss(self, micro_batch: MicroBatch, amp: Amp) -> Tensor:
+    def loss(self, micro_batch: MicroBatch, amp: Amp, penalty: bool = False) -> Tensor:
+        """penalty: of weights that forward uses once: sums of more than two terms have another order with copies."""
         seed, expert = micro_batch
         in_context = self.activations is not None and not self.attached
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(self.model.scale.dtype)
         with self.optimizer.offload_activations(self.activations) if in_context else contextlib.nullcontext():
             loss = self.model(inputs, expert).float().square().mean()
+        if penalty:
+            parts = self.model.expert, self.model.last
+            loss = loss + sum(1e-2 * p.float().square().sum() for part in parts for p in part.parameters())
         return self.scaler.scale(loss) if amp is Amp.SCALED else loss
 
     def synchronize(self) -> None:

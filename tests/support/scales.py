@@ -10,16 +10,13 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from tests.support.gpu import DEVICE, SHRINK
+from tests.support.inside import StoppedError
 from tests.support.training import bits
 
 LARGE = 600_000
 """Elements of 16 bits that are more than what stays because it is small."""
 ROOM = 64 << 20
 """Bytes of what a forward saves that may leave: all."""
-
-
-class StoppedError(Exception):
-    """On purpose."""
 
 
 def stop(*_: object) -> None:

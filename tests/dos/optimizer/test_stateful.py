@@ -5,6 +5,7 @@ This is the one owner of these properties. What one call does alone, or what mus
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.clock import eventually
 from tests.support.devices import LIES, Amount, Unreliable
-from tests.support.inside import plan_anew
+from tests.support.inside import StoppedError, plan_anew, stopped_at
 from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
 from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits
@@ -45,6 +46,8 @@ MICRO_BATCHES = st.tuples(st.integers(0, 99), st.booleans())
 FREEZABLE = [name for name, _ in Net().named_parameters() if name != "last.bias"]
 NORMS = [1e-3, 0.05, 10.0]
 """To which gradients are clipped."""
+WEIGHTS = [0, 1, 2, 0.5, 1.0, "auto"]
+"""How many blocks stay on the device."""
 MEMORY = 6_000
 """Bytes of a small device, which hold the state of the smallest network and some more."""
 
@@ -120,6 +123,7 @@ AXES: dict[str, list[Any]] = {
     "folders": [1, 3],
     "max_grad_norm": [None, None, 0.05],
     "as_autograd": [False, True],
+    "weights": [None, None, *WEIGHTS],
 }
 """How the second variant differs, and what both have. as_autograd: whether the first one offloads no gradients."""
 
@@ -142,6 +146,7 @@ class Lockstep(RuleBasedStateMachine):
         self.spent = False  # the step left the gradients as they were, and AdamW did not
         self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.copies_left = 2  # that is enough of what takes longest
+        self.streams = False  # weights of the second variant
 
     @initialize(
         kind=st.sampled_from(KINDS),
@@ -164,8 +169,10 @@ class Lockstep(RuleBasedStateMachine):
         here |= {"offload_gradients": False} if self.as_autograd else {}
         there = ours | {"subgroup_size": drawn["subgroup_size"] * (30 if kind.coded else 1)}
         capacity = drawn["capacity"] * (50 if width > 9 else 1)
-        self.unit = 0 if drawn["activations"] is not None else capacity if capacity < 10**7 else MEMORY
-        if drawn["activations"] is not None:  # the model has some of the memory then, and its errors are the user's
+        self.streams = offload and drawn["attached"] and drawn["weights"] is not None
+        on_device = self.streams or drawn["activations"] is not None
+        self.unit = 0 if on_device else capacity if capacity < 10**7 else MEMORY
+        if on_device:  # the model has some of the memory then, and its errors are the user's
             capacity, drawn["failing"] = 10**8, 0.0
         self.own, self.others = Amount(), Amount()
         profile = SLOW if drawn["slow"] and width == 9 else FAST
@@ -180,7 +187,8 @@ class Lockstep(RuleBasedStateMachine):
         if self.disk is not None:
             folders = [Path(self.disk.name) / str(i) for i in range(drawn["folders"])]
             there |= {"subgroup_size": 2048, "disk": folders, "host_memory": 230_000 if offload else 100_000}
-        formats, how = itertools.cycle(kind.formats), (drawn["attached"], drawn["activations"])
+        how = drawn["attached"], drawn["activations"], drawn["weights"] if self.streams else None
+        formats = itertools.cycle(kind.formats)
         self.adamw = Run(lambda g: torch.optim.AdamW(g, **self.group), Net(width=width).to(kind.dtype))
         self.variants = [
             Run(lambda g: DOSAdam(g, state_format=kind.formats[-1], **here), Net(width=width).to(kind.dtype)),
@@ -201,17 +209,21 @@ class Lockstep(RuleBasedStateMachine):
         if self.fresh:
             scales = scaled and not self.offload_gradients and self.kind.dtype != torch.float16
             self.amp = Amp.SCALED if scales else Amp.OFF
+        # Autograd adds the sum of both terms to a gradient that is there; with copies they are added one by one.
+        penalty = self.fresh and micro_batch[0] % 4 == 0
         self.fresh = False
-        self.add_to_adamw(micro_batch)
-        losses = [run.loss(micro_batch, self.amp) for run in self.variants]
+        self.add_to_adamw(micro_batch, penalty)
+        losses = [run.loss(micro_batch, self.amp, penalty) for run in self.variants]
         for loss in losses:
             loss.backward()
         assert bits(losses) == bits(losses[:1]) * len(losses)
 
-    def add_to_adamw(self, micro_batch: MicroBatch) -> None:
+    def add_to_adamw(self, micro_batch: MicroBatch, penalty: bool = False) -> None:
         source = self.variants[0]
         trained = {name: p for name, p in source.named().items() if p.requires_grad}
-        gradients = torch.autograd.grad(source.loss(micro_batch, self.amp), list(trained.values()), allow_unused=True)
+        gradients = torch.autograd.grad(
+            source.loss(micro_batch, self.amp, penalty), list(trained.values()), allow_unused=True
+        )
         for parameter, gradient in zip((self.adamw.named()[name] for name in trained), gradients, strict=True):
             if gradient is not None and parameter.grad is not None:
                 parameter.grad += gradient
@@ -247,6 +259,14 @@ class Lockstep(RuleBasedStateMachine):
         for run in (self.adamw, self.variants[0]):
             run.optimizer.zero_grad()
         self.spent, self.fresh = False, True
+
+    @rule(micro_batch=MICRO_BATCHES, number=st.integers(0, 12))
+    def interrupt_backward(self, micro_batch: MicroBatch, number: int) -> None:
+        """By an exception after this number of gradients, where one is written and our hook has not seen it."""
+        for run in self.variants:
+            with contextlib.suppress(StoppedError), stopped_at(number):
+                run.loss(micro_batch, Amp.OFF).backward()
+        self.zero_grad()
 
     @rule(set_to_none=st.booleans(), through_model=st.booleans())
     def zero_grad(self, set_to_none: bool = True, through_model: bool = False) -> None:
@@ -408,7 +428,7 @@ class Lockstep(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(
-            ["unfreeze", "schedule", "save", "replan", "release_memory", "attach", "synchronize", "evaluate", "look",
+            ["unfreeze", "schedule", "save", "replan", "release_memory", "synchronize", "evaluate", "look",
              "begin_anew", "load_amsgrad"]
         )
     )  # fmt: skip
@@ -426,6 +446,8 @@ class Lockstep(RuleBasedStateMachine):
     def unfreeze(self) -> None:
         for run in self.runs:
             run.model.requires_grad_(True)
+            if run.weights is not None:
+                run.attach()
 
     @precondition(lambda self: len(self.adamw.optimizer.param_groups) == 1)
     @rule(settings=st.fixed_dictionaries({}, optional={"lr": st.just(0.05), "amsgrad": st.booleans()}))
@@ -508,6 +530,7 @@ class Lockstep(RuleBasedStateMachine):
     def write_to_views_in_an_iteration(self, micro_batch: MicroBatch, early: bool, hooks: bool) -> None:
         """early: state is read before backward. hooks: and written in backward, while its gradients leave."""
         self.zero_grad()
+        hooks &= not self.streams  # which are refused
         views = [run.moments() for run in self.runs] if early else []
 
         def write(run: Run, parameter: Tensor) -> None:
@@ -547,7 +570,7 @@ class Lockstep(RuleBasedStateMachine):
                 group["amsgrad"] = True
             run.optimizer.load_state_dict(saved)
 
-    @precondition(lambda self: not self.kind.coded)
+    @precondition(lambda self: not self.kind.coded and not self.streams)
     @rule(name=st.sampled_from(["expert.weight", "expert.bias", "last.weight"]))
     def exchange_a_parameter(self, name: str) -> None:
         """As where a model is pruned: another parameter takes its place, with its rows in another order, and state."""
@@ -644,9 +667,11 @@ class Lockstep(RuleBasedStateMachine):
     def release_memory(self, _: int = 0) -> None:
         self.variants[1].optimizer.release_memory()
 
-    def attach(self) -> None:
+    @rule(weights=st.sampled_from(WEIGHTS))
+    def attach(self, weights: Any) -> None:
         self.variants[1].attached = True
-        self.variants[1].optimizer.attach(self.variants[1].model, activations=self.variants[1].activations)
+        self.variants[1].weights = weights if self.streams else None
+        self.variants[1].attach()
 
     def evaluate(self) -> None:
         outputs = []
@@ -684,7 +709,9 @@ class Lockstep(RuleBasedStateMachine):
             self.release_memory()
             if self.device.usage().held:
                 gc.collect()  # schedulers make cycles of the optimizers that others took the place of
-            whole = self.copies_left == 2 and self.variants[1].activations is None  # all memory is that of one device
+            whole = (
+                self.copies_left == 2 and not self.streams and self.variants[1].activations is None
+            )  # all memory is that of one device
             held = self.device.usage  # a thread that has ended its work may hold some for a moment
             assert not whole or eventually(lambda: held().held == 0, 10), "not all was given back"
 

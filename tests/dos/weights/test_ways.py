@@ -116,6 +116,18 @@ class Keeps(nn.Module):
         return Unsaved.apply(torch.tanh(Unsaved.apply(x, self.one)), self.other)
 
 
+class Around(Keeps):
+    """Runs another block between its halves, and again in backward; no hook sees that it then reads its first weight."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = [inner]  # not a part of this one
+
+    def forward(self, x: Tensor) -> Any:
+        y = checkpoint(self.inner[0], torch.tanh(Unsaved.apply(x, self.one)), use_reentrant=True)
+        return Unsaved.apply(torch.tanh(y), self.other)
+
+
 @dataclasses.dataclass
 class Output:
     x: Tensor
@@ -146,6 +158,17 @@ class Slope(Parts):
         return y + self.part(slope.detach())
 
 
+def compiled() -> nn.Module:
+    block = Parts()
+    block.compile(backend="eager")
+    return block
+
+
+def by_functional_call(block: nn.Module, x: Tensor) -> Tensor:
+    """With the parameters that it has."""
+    return torch.func.functional_call(block, dict(block.named_parameters()), (x,))
+
+
 def twice_in_a_row(block: nn.Module, x: Tensor) -> Tensor:
     return block(block(x))
 
@@ -170,12 +193,18 @@ WAYS: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
     (Wraps, unhooked),
     (WrapsInSlots, whole),
     (Slope, whole),
+    (compiled, whole),
+    (compiled, RUNS[2]),
+    (Parts, by_functional_call),
 ]
 
 
 @pytest.mark.parametrize(("kind", "run"), WAYS)
 def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.Module], run: Any) -> None:
-    """No operation in a block reads its home, which on an emulated device would give the right bits."""
+    """No operation in a block reads its home, which on an emulated device would give the right bits.
+
+    Blocks stream, some stay, all stay, or the plan says; attached once, and again after each step.
+    """
 
     def end(weights: Any, again: Any = None) -> list[bytes]:
         model = Stack(kind, run)
@@ -193,7 +222,7 @@ def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.M
         assert weights != 0 or again is not None or not touched.found
         return everything(model, optimizer)
 
-    assert end(0) == end(1, again=0) == end(None)
+    assert end(0) == end(1, again=0) == end("auto", again=1.0) == end(None)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -405,3 +434,23 @@ def test_a_block_that_is_used_is_kept(disturb: Callable[..., None], reentrant: b
     for each, its in ((model, optimizer), (other, reference)):
         train(each, its, 1, micro_batches=1)
     assert everything(model, optimizer) == everything(other, reference)
+
+
+def test_a_backward_within_another_releases_no_block_of_that() -> None:
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(PartAgain)
+        model.blocks = nn.ModuleList(each for block in model.blocks[2:] for each in (block, Around(block)))
+        outer = model.blocks[1::2]
+        optimizer = start(model, None)
+        if weights is not None:
+            optimizer.attach(model, weights=weights, blocks=list(model.blocks))
+        for step in range(2):
+            x = model.first(inputs(step, model))
+            for block in outer:
+                x = block(x)
+            model.last(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert end(0) == end(None)
