@@ -117,7 +117,7 @@ class Keeps(nn.Module):
 
 
 class Around(Keeps):
-    """Runs another block between its halves, and again in backward; no hook sees that it then reads its first weight."""
+    """Runs another block between its halves, and in backward; no hook sees that it then reads its first weight."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
