@@ -17,7 +17,6 @@ from dos import DOSAdam
 from dos.devices.cuda import CudaDevice
 from perfmodel import Op, Placement
 from perfmodel.hardware import HardwareProfile
-from tests.dos.weights.test_ways import WAYS, Recurrent, Stack
 from tests.support import ROOT
 from tests.support.blocks import RUNS
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, SIMULATED, free_memory, late
@@ -25,6 +24,7 @@ from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import InTurn
 from tests.support.scales import StoppedError, stop
 from tests.support.training import bits
+from tests.support.ways import WAYS, Recurrent, Stack
 
 pytestmark = NEEDS_GPU
 
