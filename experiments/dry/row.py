@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -199,7 +200,7 @@ def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
         marks.append((begin, end))
         if called_s is not None and returned_s is not None:
             found["step_ms"].append(1e3 * (returned_s - called_s))
-            found["step_before_issue_ms"].append(1e3 * (first_s - called_s))
+            found["step_before_issue_ms"] += [1e3 * (first_s - called_s)] if math.isfinite(first_s) else []
             found["lane_gap_ms"] += [1e3 * (begins - ended) for (_, ended), (begins, _) in itertools.pairwise(updates)]
         gpu.issued_s()
         called_s = gpu.now_s()
