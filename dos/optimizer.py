@@ -70,7 +70,7 @@ class DOSAdam(Optimizer):
             ``python -m dos.calibrate`` wrote, or the name of a built-in profile. None: the profile that calibration
             has saved for this machine, else a rough measurement of two seconds at the first step.
         max_grad_norm: clip the gradients' global 2-norm to this in each step, as ``torch.nn.utils.clip_grad_norm_``
-            followed by the step would; the gradients themselves stay as they are. None: no clipping.
+            followed by the step would, to rounding; the gradients themselves stay as they are. None: no clipping.
         skip_nonfinite: skip a step if the global norm of its gradients, of all ranks, is infinite or NaN: no parameter
             and no state changes, no step is counted, offloaded gradients are used up, and ``p.grad`` stays. The norm
             overflows, too, where elements exceed some 1e19. ``metrics()["skipped_steps"]`` counts them. With

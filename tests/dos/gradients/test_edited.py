@@ -30,7 +30,14 @@ MODES: dict[str, dict[str, Any]] = {
     "all weights stay": {"weights": 6},
     "auto": {"weights": "auto", "policy": "adaptive", "capacity": 40_000},
     "disk": {"weights": 0, "host_memory": 80_000},
+    "codes": {"weights": None, "state_format": "int8"},
+    "codes, and weights stream": {"weights": 2, "policy": "stride:2", "state_format": "int8"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_are_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
 
 
 def begin(mode: str, folder: Path, dtype: torch.dtype, **more: Any) -> tuple[Any, DOSAdam]:
@@ -39,10 +46,11 @@ def begin(mode: str, folder: Path, dtype: torch.dtype, **more: Any) -> tuple[Any
     return model, start(model, **MODES[mode], **where, **more)
 
 
-def reference(dtype: torch.dtype, **more: Any) -> tuple[Any, DOSAdam]:
-    """All gradients are in `p.grad`, where user code finds them."""
+def reference(dtype: torch.dtype, mode: str = "offload", **more: Any) -> tuple[Any, DOSAdam]:
+    """All gradients are in `p.grad`, where user code finds them. mode: whose state has the same bits."""
     model = net(dtype)
-    return model, DOSAdam(model.parameters(), lr=1e-2, **more)
+    coded = {"state_format": "int8"} if MODES.get(mode, {}).get("state_format") == "int8" else {}
+    return model, DOSAdam(model.parameters(), lr=1e-2, **coded, **more)
 
 
 def by_modules(model: nn.Module, _: Any) -> None:
@@ -74,7 +82,7 @@ def with_bad_batches(model: Any, optimizer: Any, drop: Callable[[nn.Module, Any]
 @pytest.mark.parametrize("mode", MODES)
 def test_a_bad_batch_is_dropped_in_any_way(mode: str, tmp_path: Path) -> None:
     ways = DROPS if mode == "offload" else {"model": DROPS["model"]}
-    expected = with_bad_batches(*reference(torch.float32), DROPS["optimizer"])
+    expected = with_bad_batches(*reference(torch.float32, mode), DROPS["optimizer"])
     for way, drop in ways.items():
         assert with_bad_batches(*begin(mode, tmp_path, torch.float32), drop) == expected, way
 
@@ -249,7 +257,9 @@ def edited(model: Any, optimizer: Any, *, by_hand: bool) -> list[bytes]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    return bits([*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())])
+    entries = [optimizer.state[p] for p in model.parameters()]
+    moments = [entry[key] for entry in entries for key in ("exp_avg", "exp_avg_codes") if key in entry]
+    return bits([*model.parameters(), *moments])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +267,7 @@ def edited(model: Any, optimizer: Any, *, by_hand: bool) -> list[bytes]:
     [*((mode, torch.float32) for mode in MODES if mode != "resident"), ("offload", torch.bfloat16)],
 )
 def test_edits_have_the_bits_of_edits_of_p_grad(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    expected = edited(*reference(dtype), by_hand=True)
+    expected = edited(*reference(dtype, mode), by_hand=True)
     assert edited(*begin(mode, tmp_path, dtype), by_hand=False) == expected
 
 
@@ -353,7 +363,7 @@ def test_steps_with_gradients_that_are_not_finite_are_skipped(mode: str, tmp_pat
         model, optimizer = reference(torch.float32, skip_nonfinite=True, **clips)
     else:
         model, optimizer = begin(mode, tmp_path, torch.float32, skip_nonfinite=True, **clips)
-    twin, other = reference(torch.float32, **clips)
+    twin, other = reference(torch.float32, mode, **clips)
     assert optimizer.metrics() == {"skipped_steps": 0}
     for step in range(5):
         bad = {0: math.nan, 3: math.inf}.get(step)

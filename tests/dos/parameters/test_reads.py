@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from dos import DOSAdam
 from dos.torch_internals.live_objects import parameters_of_all_modules
 from tests.support.inside import session_of
-from tests.support.training import SLOW, assert_close_ulp, batch, loss_of, maker, mlp, train
+from tests.support.training import SLOW, assert_close_ulp, batch, bits, loss_of, maker, mlp, train
 
 Read = Callable[[Any, Any], Iterable[Tensor]]
 """Reads parameters of a model with its optimizer."""
@@ -107,6 +107,28 @@ def test_all_that_reads_right_after_a_step_reads_its_values(settings: dict[str, 
         assert_close_ulp(found, read(twin, plain), 256)
         train(model, optimizer, 1, first_step=step)
         train(twin, plain, 1, first_step=step)
+
+
+def test_reads_and_writes_right_after_a_step_with_moments_in_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where user code synchronises first."""
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    ends = []
+    for first in (False, True):
+        model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01, state_format="int8"))
+        found: list[Tensor] = []
+        for step, (way, write) in enumerate(WRITES.items()):
+            for read in READS.values() if way == "nn.init" else [READS["parameters"]]:
+                if first:
+                    optimizer.synchronize()
+                found += [t.detach().clone() for t in read(model, optimizer)]
+                train(model, optimizer, 1, first_step=step)
+            if first:
+                optimizer.synchronize()
+            write(model, optimizer)
+            train(model, optimizer, 1, first_step=step)
+        optimizer.synchronize()
+        ends.append(bits([*found, *model.parameters()]))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

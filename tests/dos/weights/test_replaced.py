@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,25 @@ def expected(dtype: torch.dtype, when: str) -> list[Tensor]:
     if dtype == torch.float32:
         assert_close_ulp(found, run(dtype, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2), when))
     return found
+
+
+@pytest.mark.parametrize(
+    ("weights", "when", "settings"),
+    [
+        ("auto", "before forward", {"policy": "adaptive", "capacity": 40_000}),
+        (2, "before step", {"host_memory": 80_000}),
+        (0, "after step", {"policy": "stride:1", "state_format": "int8"}),
+        (None, "before step", {"state_format": "int8", "host_memory": 80_000}),
+    ],
+)
+def test_with_moments_in_codes_on_disk_and_planned(
+    weights: Any, when: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    coded = {"state_format": settings.get("state_format")}
+    where = {"disk": tmp_path} if "host_memory" in settings else {}
+    found = run(torch.bfloat16, lambda model: start(model, weights, **settings, **where), when)
+    assert bits(found) == bits(run(torch.bfloat16, lambda model: DOSAdam(model.parameters(), lr=1e-2, **coded), when))
 
 
 @pytest.mark.parametrize("when", WHEN)
