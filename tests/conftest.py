@@ -16,6 +16,7 @@ from hypothesis import settings
 
 from dos import EmulatedDevice
 from tests.support.fake_cuda import Runtime, install
+from tests.support.races import checking
 from tests.support.ranks import TORCH_2_6, Ranks, needs_fsdp2
 from tests.support.training import FAST
 
@@ -26,8 +27,17 @@ LONGEST = ("test_ddp.py", "test_stateful.py", "test_interrupts.py", "test_full_f
 """The first of those that need ranks, and others that take long: begun first, so that workers end together."""
 
 
+OWN_CHECKER = ("test_stateful.py", "test_happens_before.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """With DOS_RACES=1 all tests of the library are watched, but those that have a checker of their own."""
+    if os.environ.get("DOS_RACES") and "tests/dos/" in item.nodeid and item.path.name not in OWN_CHECKER:
+        item.add_marker(pytest.mark.usefixtures("happens_before"))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -112,6 +122,14 @@ def one_core(one_kernel_thread: None) -> Iterator[None]:
     os.sched_setaffinity(0, {sorted(before)[worker % len(before)]})
     yield
     os.sched_setaffinity(0, before)
+
+
+@pytest.fixture
+def happens_before() -> Iterator[None]:
+    """Fails for two accesses of memory on emulated devices that nothing orders, whatever the timing was."""
+    with checking() as checker:
+        yield
+    assert not checker.races, checker.report()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import itertools
 import os
 import pickle
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,12 +31,16 @@ from tests.support.clock import eventually
 from tests.support.devices import LIES, Amount, Unreliable
 from tests.support.inside import StoppedError, plan_anew, stopped_at
 from tests.support.lockstep import KINDS, Amp, Kind, MicroBatch, Net, Run
+from tests.support.races import Checker, checking
 from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits
 
 ULPS = 64
 SEQUENCES = int(os.environ.get("DOS_CALLS", "62"))
 """How many random sequences of calls, for each kind of gradients; a quarter as many with state on disk."""
+
+ALL_WATCHED = bool(os.environ.get("DOS_RACES"))
+"""Whether the order of accesses is checked in all sequences, and not in one of 40."""
 
 
 SPECIAL = [0.0, -0.0, 1e-40, torch.inf, -torch.inf, torch.nan]
@@ -147,6 +152,8 @@ class Lockstep(RuleBasedStateMachine):
         self.saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.copies_left = 2  # that is enough of what takes longest
         self.streams = False  # weights of the second variant
+        self.watched = contextlib.ExitStack()
+        self.checker: Checker | None = None
 
     @initialize(
         kind=st.sampled_from(KINDS),
@@ -156,6 +163,9 @@ class Lockstep(RuleBasedStateMachine):
         frozen=st.sets(st.sampled_from(FREEZABLE)),
     )
     def build(self, kind: Kind, group: dict[str, Any], seed: int, drawn: dict[str, Any], frozen: set[str]) -> None:
+        # Watching a sequence takes a third of a second.
+        if ALL_WATCHED or zlib.crc32(repr((kind, group, seed, drawn)).encode()) % 40 == 0:
+            self.checker = self.watched.enter_context(checking())
         if self.disk is not None and kind.coded:
             kind = Kind(torch.bfloat16)  # subgroups whose scales fill a page would be larger than the model
         self.as_autograd = self.offload_gradients and drawn["as_autograd"]
@@ -704,6 +714,11 @@ class Lockstep(RuleBasedStateMachine):
                 assert_close_ulp([here[number][name] for name in entry], entry.values(), ULPS)
 
     def teardown(self) -> None:
+        with self.watched:
+            self.end()
+        assert self.checker is None or not self.checker.races, self.checker.report()
+
+    def end(self) -> None:
         if self.variants:
             self.look()
             self.release_memory()

@@ -1,0 +1,279 @@
+"""The checker of what orders accesses: silent for programs as they are, and it tells of each wait that is left out.
+
+Each job of the device has ended when it is issued, so that nothing overlaps in time: what is found, clocks alone show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from dos import DOSAdam
+from dos.activations.saved import Saved, Travelling
+from dos.gradients import offload
+from dos.gradients.offload import OffloadedGradients
+from dos.session import Session
+from dos.state.disk_store import DiskStore
+from dos.step.host_lane import HostLane
+from dos.step.issue import Step
+from dos.step.ledger import Ledger
+from dos.weights.block import Block
+from perfmodel import builder
+from tests.support.activations import Net
+from tests.support.blocks import loss, net, start, whole
+from tests.support.blocks import train as train_blocks
+from tests.support.inside import offload_of
+from tests.support.races import AtOnce, checking
+from tests.support.random_plans import ChangingPlans
+from tests.support.training import FAST, backward, mlp, train
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def device(capacity: int = 10**8) -> AtOnce:
+    return AtOnce(FAST, capacity)
+
+
+def updates(policy: Any, micro_batches: int = 1, **settings: Any) -> None:
+    """Steps of an attached model, with a look at its state between them."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=device(), policy=policy, subgroup_size=150, **settings)
+    optimizer.attach(model)
+    for step in range(4):
+        backward(model, step, micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
+    backward(model, 4)
+    optimizer.state[model[0].weight]["exp_avg"].mul_(0.5)
+    optimizer.step()
+    optimizer.synchronize()
+
+
+def on_host(_: Path) -> None:
+    updates("cpu")
+
+
+def streamed(_: Path) -> None:
+    updates("stride:1")
+
+
+def both(_: Path) -> None:
+    updates(0.5, micro_batches=2)
+
+
+def resident(_: Path) -> None:
+    updates("resident")
+
+
+def adaptive(_: Path) -> None:
+    updates("adaptive")
+
+
+def changing(_: Path) -> None:
+    updates(ChangingPlans(3, 2))
+
+
+def added_up(_: Path) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=device(), policy="cpu", subgroup_size=150, offload_gradients=True)
+    for step in range(3):
+        backward(model, 10 * step, 3)
+        optimizer.zero_grad()  # they are not used
+        backward(model, 10 * step, 2)
+        optimizer.step()
+    optimizer.synchronize()
+
+
+def on_disk(folder: Path) -> None:
+    model = mlp(width=200)
+    optimizer = DOSAdam(
+        model.parameters(), device=device(), policy="cpu", subgroup_size=1024, disk=folder, host_memory=100_000
+    )
+    optimizer.attach(model)
+    train(model, optimizer, 3)
+    optimizer.synchronize()
+
+
+def saved_tensors(_: Path) -> None:
+    model = Net()
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, device=device(), policy="cpu")
+    offload_of(optimizer).least_bytes = 64
+    optimizer.attach(model, activations=1.0)
+    for seed in range(3):
+        out = model(torch.ones(8, 24))
+        if seed != 1:  # the graph is dropped
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del out
+    optimizer.synchronize()
+
+
+def weights(policy: str) -> None:
+    model = net(torch.float32, 5)
+    optimizer = start(model, 1, device=device(), policy=policy)
+    train_blocks(model, optimizer)
+    for block in model.blocks:
+        block.out.weight.data.mul_(0.5)
+    loss(model, 7).backward()
+    loss(model, 8)
+    optimizer.step()
+    block = model.blocks[2].out.weight
+    assert block.sum().isfinite()
+    loss(model, 9)
+    with torch.no_grad():
+        model.blocks[0].out.weight.mul_(0.5)
+    optimizer.synchronize()
+    model.run = stopped
+    with pytest.raises(ArithmeticError):
+        loss(model, 10)
+    model.run = whole
+    with torch.no_grad():
+        model.blocks[1].out.weight.mul_(0.5)
+
+
+def stopped(block: Any, x: Tensor) -> Tensor:
+    block(x)
+    raise ArithmeticError("in forward")
+
+
+def weights_on_host(_: Path) -> None:
+    weights("cpu")
+
+
+def weights_streamed(_: Path) -> None:
+    weights("stride:1")
+
+
+def weights_alone(_: Path) -> None:
+    """All that is trained streams; a forward runs between backward and step."""
+    model = net(torch.float32, 5)
+    for rest in (model.first, model.last):
+        rest.requires_grad_(False)
+    optimizer = start(model, 0, device=device())
+    train_blocks(model, optimizer)
+    loss(model, 7).backward()
+    loss(model, 8)
+    optimizer.step()
+    optimizer.synchronize()
+
+
+class Fault(NamedTuple):
+    """A wait that is left out.
+
+    line: where it is in the source of `name`; instead: what is there then. usual: whether `make test` leaves it out.
+    """
+
+    owner: Any
+    name: str
+    line: str
+    instead: str
+    program: Callable[[Path], None]
+    usual: bool = False
+
+
+PROGRAMS = (
+    on_host,
+    streamed,
+    both,
+    resident,
+    adaptive,
+    changing,
+    added_up,
+    on_disk,
+    saved_tensors,
+    weights_on_host,
+    weights_streamed,
+    weights_alone,
+)
+USUAL = (streamed, added_up, on_disk, saved_tensors, weights_streamed)
+FAULTS = [
+    Fault(Ledger, "send", "self.device.fence(callers), *behind", "(), *behind", on_host, True),
+    Fault(Ledger, "_fetch", "self.device.fence())", "())", changing),
+    Fault(Ledger, "_join", "self.device.join(job)", "pass", on_host),
+    Fault(Ledger, "_join", "self.device.join(job)", "pass", resident, True),
+    Fault(Ledger, "cancel", "wait_for_all([self._state[subgroup]])", "pass", changing),
+    Fault(Ledger, "bring_home", "job.wait()", "pass", adaptive, True),
+    Fault(Ledger, "_run_host_lane", "job.wait()", "pass", streamed),
+    Fault(Step, "issue", "jobs[under_way] = self._device.fence()", "jobs[under_way] = ()", streamed),
+    Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),
+    Fault(HostLane, "_prepare", "job.wait()", "pass", on_host, True),
+    Fault(builder.ScheduleBuilder, "_staged", "after = (*vacated,", "after = (*(),", streamed),
+    Fault(builder.ScheduleBuilder, "_staged", "ready + self._backward, slot", "self._backward, slot", streamed, True),
+    Fault(builder.ScheduleBuilder, "_leave", "self._plan.stays(i)), after,", "self._plan.stays(i)), (),", streamed),
+    Fault(OffloadedGradients, "_free_passage", "reader.exception()", "pass", added_up, True),
+    Fault(OffloadedGradients, "forget_all", "total.arrived.exception()", "pass", added_up),
+    Fault(offload, "_add_arrived", "job.wait()", "pass", added_up),
+    Fault(DiskStore, "_queue", "job.wait()", "pass", on_disk, True),
+    Fault(Saved, "save", "(*self._device.fence(self._callers), *after)", "after", saved_tensors, True),
+    Fault(Saved, "release", "self._device.join(self._host[1])", "pass", saved_tensors),
+    Fault(Saved, "restore", "(*self._device.fence([self._queue]), saving)", "(saving,)", saved_tensors),
+    Fault(Saved, "read", "self._device.join(self._back[1])", "pass", saved_tensors, True),
+    Fault(Travelling, "release", "device.keep(*lost)", "pass", saved_tensors),
+    Fault(Block, "fetch", "(*self._device.fence([self._queue]), *after)", "after", weights_on_host),
+    Fault(Block, "fetch", "(*self._device.fence([self._queue]), *after)", "()", weights_streamed, True),
+    Fault(Block, "join", "self._device.join(self._job)", "pass", weights_on_host),
+    Fault(Block, "release", "self.join()", "pass", weights_on_host),
+    Fault(Block, "finish_reading", "reading.wait()", "pass", weights_on_host),
+    Fault(Session, "finish_homes_within", "job.wait()", "pass", weights_streamed),
+]
+
+
+def ran(cases: Sequence[Any], usual: Callable[[Any], bool], name: Callable[[Any], str]) -> list[Any]:
+    """All cases; those that are not usual are slow tests."""
+    return [pytest.param(c, id=name(c), marks=() if usual(c) else pytest.mark.slow) for c in cases]
+
+
+@pytest.mark.parametrize("program", ran(PROGRAMS, USUAL.__contains__, lambda program: program.__name__))
+def test_programs_are_ordered(program: Callable[[Path], None], tmp_path: Path) -> None:
+    with checking() as checker:
+        program(tmp_path)
+    assert not checker.races, checker.report()
+    assert not is_in_torch_dispatch_mode()
+
+
+@pytest.mark.parametrize("fault", ran(FAULTS, lambda f: f.usual, lambda f: f"{f.name}-{f.line}-{f.program.__name__}"))
+def test_a_wait_that_is_left_out_is_told(fault: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_out(monkeypatch, fault)
+    with checking(most_named=0) as checker, contextlib.suppress(Exception):  # some lose what the program needs
+        fault.program(tmp_path)
+    assert checker.races
+
+
+def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_out(monkeypatch, FAULTS[0])
+    with checking(most_named=1) as checker:
+        FAULTS[0].program(tmp_path)
+    _, what, first, second = checker.report().splitlines()[:4]
+    assert re.fullmatch(r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):", what)
+    assert re.match(r"  write by \w+, the caller's queue, issued at .*training.py:\d+ backward < ", first)
+    assert re.match(
+        r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*ledger.py:\d+ send <", second
+    )
+
+
+def leave_out(patch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Compile the function anew, with the change."""
+    function = inspect.unwrap(vars(fault.owner)[fault.name])
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(fault.line) == 1, "the guard is not where it was"
+    code = compile(
+        "from __future__ import annotations\n" + source.replace(fault.line, fault.instead),
+        inspect.getfile(function),
+        "exec",
+    )
+    found = dict(vars(sys.modules[function.__module__]))
+    exec(code, found)
+    patch.setattr(fault.owner, fault.name, found[fault.name])
