@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import weakref
@@ -107,14 +108,18 @@ class Backward:
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
         # Also of weights that stay on the device now, because another plan may let them stream.
         beside, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
-        backward_s, weight_bytes = pace.backward.seconds, 0
+        count, weight_bytes = max(1, self._micro_batches), 0
+        # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
+        backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
+        late = self.now.travels or bool(reduced_parameters())
+        if self.weights is None and (late or (pace.backward.known and not self._registry.offloaded.enabled)):
+            backward_s = pace.backward.seconds
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes
-            weights["micro_batches"] = count = max(1, self._micro_batches)
-            # Fetches overlap with compute wherever gradients are used.
-            backward_s = max(0.0, pace.both.seconds / count - pace.forward.seconds)
-            # All gradients were offloaded, and return for updates on the device.
+        if self._registry.offloaded.enabled:
+            # All gradients return for updates on the device.
             loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in loads)
+            weights["micro_batches"] = count
         workload = Workload(
             loads,
             forward_s=pace.forward.seconds if self.attached else 0.0,
@@ -226,6 +231,17 @@ class Backward:
         if self.departures.past_half:
             self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
 
+    def plan_ahead(self) -> None:
+        """Make the plan for the facts of the first gradient, if none was: `step()` will find it ready.
+
+        Only where gradients are offloaded: else they leave by the plan, which is so made.
+        """
+        if self.now.workload is None and self.decisions.follows_memory:
+            with contextlib.suppress(TypeError, ValueError, MemoryError):  # the step raises the error
+                facts = self.facts()
+                if facts is not None:
+                    self.decide(facts)
+
     def _look_ahead(self) -> None:
         """Decide as if the step came now; gradients and state move by this plan until then."""
         try:
@@ -260,9 +276,11 @@ class Backward:
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Mark the call of `step()` in the caller's work, for the iteration and the pace."""
+        now = self.now
         if self.weights is not None:
             self._micro_batches = self.weights.stream.take_forwards()
-        now = self.now
+        else:
+            self._micro_batches = round(now.gradients / max(1, len(self._registry.watching)))
         now.step, now.started = self.device.mark(), time.perf_counter()
         early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self._stalls())
@@ -281,6 +299,12 @@ class Backward:
         self.steps += 1
         with self.now.held_up():
             self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
+
+    @property
+    def wants_clean_forward(self) -> bool:
+        """Whether the next forward should run with no update beside it, so that its length is known."""
+        moves = self.decisions.plan is not None and {*self.decisions.plan.placements} != {Placement.GPU_RESIDENT}
+        return self.attached and moves and self.decisions.follows_memory and self.decisions.pace.wants_clean()
 
     def begin(self) -> None:
         """Begin another iteration, with the next forward."""

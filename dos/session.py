@@ -185,12 +185,12 @@ class Session:
                 self._commit(ready)
             if self.on_device is not None:
                 self.on_device.end(skipped=ready is None)
-                # Here, because the device and the CPU lane are busy with the update, and the caller may wait for it.
-                self.on_device.decisions.search()
             self.guard.phase = Phase.IDLE
             # Hooks of an attached model order the caller, while updates run on into the forward.
             if self.attachment is None or not self.ledger.running:
                 self._hand_over()
+            elif self.on_device is not None and self.on_device.wants_clean_forward:
+                self._settle()
             self._wait_before_reads()
         except BaseException:
             self.reconciler.withdraw()
@@ -629,6 +629,7 @@ class Session:
             elif not offloaded.enabled:
                 on_device.send(record)
             elif leaf.grad is not None:
+                on_device.plan_ahead()
                 # Not what another thread of autograd may be writing to the parameter itself; its own hook comes next.
                 taken = record in offloaded.records and record not in offloaded.left
                 joins = parameter is not leaf and parameter.grad is not None and not taken

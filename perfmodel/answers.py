@@ -1,29 +1,52 @@
-"""The best plans that are known for one workload on one machine, by division of its memory."""
+"""The best plan for the memory of one iteration: a closed form proposes some, the simulator picks one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from perfmodel.balance import Balance
+from perfmodel.demand import demand
 from perfmodel.division import Division, divisions, fits
 from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import Stream
+from perfmodel.plan import Placement, Plan
 from perfmodel.simulate import Scope, Simulator
-from perfmodel.workload import Workload
+from perfmodel.workload import SubgroupLoad, Workload
 
 MOST_SIMULATED = 128
 """Subgroups. Of more, a simulation takes too long, and the closed form is as good."""
-LOOKED_AT = 4
-"""Divisions of memory of which plans are simulated, those that are best so far."""
-NEAR = 0.03
-"""Share of an iteration by which the closed form may be wrong; by one subgroup's share more where there are few."""
+PROPOSED = 4
+"""Divisions of memory of which a plan is simulated, those that are best by the closed form."""
+STRIDES = (1, 2, 3, 4)
+"""Of every k-th subgroup that is not resident, which are looked at besides."""
 FIRST_STEP = 2
-"""Subgroups by which the first plans that are simulated differ."""
+"""Subgroups by which the plans differ that are simulated after these."""
+FEWEST, TASKS = 3, 1200
+"""Of these neighbours, at least, and as many as have this number of tasks, each of which takes three to five us."""
+NEAR, FAR = 0.06, 0.25
+"""Shares of an iteration by which the closed form may be wrong: about the best plans, and about those of policies."""
+ALIKE = 0.003
+"""Share of an iteration by which plans differ that are about as good."""
 WORTHWHILE = 0.01
 """Share of an iteration by which another plan must shorten it where all state could stay on the GPU."""
+
+
+REMEMBERED = 64
+"""Amounts of memory for which the plan is remembered."""
+_COST = attrgetter("cost")
+AMPLE: dict[str, Any] = {
+    "peak_free_bytes": math.inf,
+    "shared_free_bytes": math.inf,
+    "passing_bytes": 0,
+    "activation_least_bytes": 0,
+    "activation_host_bytes": math.inf,
+}
+"""Memory of the workload that answers are for; each question has its own."""
 
 
 class Choice(NamedTuple):
@@ -38,145 +61,145 @@ class Choice(NamedTuple):
 
 
 class Answers:
-    """Costs by the closed form at once, and by the simulator where that has looked.
+    """The best plans for one workload on one machine, for any memory.
 
-    workload: that they are for. How much memory there is for it, each question says. compute_s: seconds of compute in
-        an iteration.
+    workload: that they are for. How much memory there is for it, each question says. Results are remembered by division
+        of memory, so that memory that comes and goes finds its answers ready.
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
         self.workload = workload
         self.profile = profile
         self._scope = Scope.beside(workload)
-        self.compute_s = self._scope.compute_s(workload)
+        self._compute_s = self._scope.compute_s(workload)
         self._balance = Balance(workload, profile)
-        self._known: dict[Division, _Answer] = {}
+        self._proposed: dict[Division, np.ndarray] = {}
+        self._known: dict[tuple[Division, int, float], float] = {}
+        self._busy: dict[tuple[SubgroupLoad, Placement], float] = {}
+        self._plans: dict[tuple[float, ...], Plan] = {}
+        """By memory."""
         self._waits: dict[tuple[frozenset[int], int], float] = {}
-        self._asked: Workload | None = None
-        self._some: list[Division] = []
 
-    def best(self, workload: Workload) -> Choice:
-        """Return the best choice for this memory; all state on the GPU where that is about as good.
+    def best(self, workload: Workload) -> Plan:
+        """Return the best plan for this memory; all state on the GPU where that is about as good.
 
-        A division that was not simulated must be better by more than the closed form may be wrong.
+        It follows from the arguments alone: what was found before is remembered, and changes no answer.
         """
-        best = min(self._choices(self._judged(workload)), key=self._doubted)
+        memory = tuple(getattr(workload, name) for name in AMPLE)
+        if memory not in self._plans:
+            if len(self._plans) == REMEMBERED:
+                self._plans.pop(next(iter(self._plans)))
+            best = self._choose(workload)
+            self._plans[memory] = best.division.plan(workload, best.on_cpu)
+        return self._plans[memory]
+
+    def _choose(self, workload: Workload) -> Choice:
+        some = _comparable(workload)
+        choices = sorted(self._choices(some), key=_COST)
+        if len(workload.subgroups) > MOST_SIMULATED:
+            return Choice(0.0, some[0], 0) if fits(workload) else choices[0]
+        best = self._simulated(workload, choices)
         if not fits(workload):
             return best
-        simulated = self._known[best.division].simulated
-        stays_s = self.compute_s + simulated.get(0, 0.0)
-        if workload.backward_s and 0 in simulated and self.compute_s + best.cost <= (1 - WORTHWHILE) * stays_s:
-            return best
-        return Choice(self.cost(best.division, 0), best.division, 0)
+        stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
+        shorter = self._compute_s + best.cost <= (1 - WORTHWHILE) * (self._compute_s + stays.cost)
+        return best if workload.backward_s and shorter else stays
 
-    def was_simulated(self, division: Division) -> bool:
-        """Whether the simulator has looked at plans of this division."""
-        return bool(self._known[division].simulated)
+    def _simulated(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
+        """The best of some plans that the closed form proposes, of those of fixed policies, and of neighbours.
 
-    def cost(self, division: Division, on_cpu: int) -> float:
-        """Seconds by which the choice makes the iteration longer."""
-        (answer,) = self._of([division])
-        return answer.cost(on_cpu)
+        Of plans that are about as good, the one that keeps host and links busy for the least time.
+        """
+        found = list[Choice]()
 
-    def _doubted(self, choice: Choice) -> float:
-        """The cost of a choice, with the error of the closed form where that alone says it."""
-        error = 0.0 if self.was_simulated(choice.division) else self._error(choice.cost)
-        return choice.cost + error
+        def look(division: Division, on_cpu: int) -> Choice:
+            found.append(Choice(self._seconds(workload, division, on_cpu), division, on_cpu))
+            return min(found, key=_COST)
 
-    def _error(self, cost: float) -> float:
-        """Seconds by which the closed form may be wrong about this cost."""
-        return (NEAR + 1 / len(self.workload.subgroups)) * (self.compute_s + cost)
+        first, *proposed = [(each, NEAR) for each in _varied(choices)] + [(each, FAR) for each in self._fixed(choices)]
+        best = look(first[0].division, first[0].on_cpu)
+        for (cost, division, on_cpu), error in sorted(proposed, key=lambda each: each[0].cost):
+            if cost - error * (self._compute_s + cost) < best.cost:
+                best = look(division, on_cpu)
+        each = len(workload.subgroups) * (2 + (workload.backward_s > 0) + (workload.forward_s > 0))
+        left, step = max(FEWEST, TASKS // each), FIRST_STEP
+        while step and left > 0:
+            before, (least, most) = best, self._range(best.division)
+            for on_cpu in sorted({max(before.on_cpu - step, least), min(before.on_cpu + step, most)} - {before.on_cpu}):
+                left -= 1
+                best = look(before.division, on_cpu)
+            step = step if best is not before else step // 2
+        good = best.cost + ALIKE * (self._compute_s + best.cost)
+        return min(
+            (choice for choice in found if choice.cost <= good), key=lambda choice: self._busy_s(workload, choice)
+        )
 
-    def learn(self, workload: Workload, tasks: int) -> bool:
-        """Simulate plans for this memory, one at least, up to this number of tasks. Return whether all are known."""
-        if len(workload.subgroups) > MOST_SIMULATED:
-            return True
-        some, simulator, last = self._judged(workload), Simulator(workload, self.profile, self._scope, self._waits), 0
-        # With as little and with as much of the saved tensors on the host as can be, and of the weights, besides: where
-        # all others are streamed, the closed form may be wrong by more than its usual error.
-        groups = [some]
-        for amount in (attrgetter("activation_bytes"), lambda division: len(division.blocks)):
-            amounts = {amount(division) for division in some}
-            extremes = sorted({min(amounts), max(amounts)}) if len(amounts) > 1 else []
-            groups += [[d for d in some if amount(d) == extreme] for extreme in extremes]
-        while simulator.tasks + last <= tasks:
-            before = simulator.tasks
-            found = next(filter(None, map(self._next, groups)), None)
-            if found is None:
-                return True
-            division, on_cpu = found
-            seconds = simulator.makespan(division.plan(workload, on_cpu))
-            self._known[division].simulated[on_cpu] = seconds - self.compute_s
-            last = simulator.tasks - before
-        return False
+    def _busy_s(self, workload: Workload, choice: Choice) -> float:
+        """Seconds for which a plan keeps the CPU and the links busy."""
+        plan, times, blocks = choice.division.plan(workload, choice.on_cpu), workload.micro_batches, workload.blocks
+        away = sum(block.nbytes for b, block in enumerate(blocks) if b not in plan.blocks_on_device)
+        moved = (plan.activation_bytes + away) * 2 * times / self.profile.h2d_bandwidth
+        return moved + sum(self._placed_s(load, p) for load, p in zip(workload.subgroups, plan.placements, strict=True))
 
-    def _next(self, some: Sequence[Division]) -> tuple[Division, int] | None:
-        """The next of these divisions to simulate, with the number on the CPU; None if the best are known."""
-        ranked = sorted(self._choices(some), key=attrgetter("cost"))[:LOOKED_AT]
-        most = ranked[0].cost + self._error(ranked[0].cost)
-        for choice in ranked:
-            on_cpu = self._known[choice.division].next() if choice.cost <= most else None
-            if on_cpu is not None:
-                return choice.division, on_cpu
-        return None
+    def _placed_s(self, load: SubgroupLoad, placement: Placement) -> float:
+        key = load, placement
+        if key not in self._busy:
+            costs = demand(placement, load, self.profile)
+            returned = 0 if placement is Placement.CPU else load.returned_bytes
+            seconds = sum(cost.seconds for stream, cost in costs.items() if stream is not Stream.GPU)
+            self._busy[key] = seconds + returned / self.profile.h2d_bandwidth
+        return self._busy[key]
 
-    def _choices(self, some: Sequence[Division]) -> list[Choice]:
-        answers = zip(some, self._of(some), strict=True)
-        return [Choice(each.cost(each.on_cpu), division, each.on_cpu) for division, each in answers]
+    def _seconds(self, workload: Workload, division: Division, on_cpu: int) -> float:
+        """Seconds by which a plan makes the iteration longer, simulated once."""
+        # Backward frees memory for slots sooner where more is free beside state.
+        free = workload.peak_free(division.activation_bytes) if division.streams and division.slots else 0.0
+        key = division, on_cpu, free
+        if key not in self._known:
+            simulator = Simulator(workload, self.profile, self._scope, self._waits)
+            self._known[key] = simulator.makespan(division.plan(workload, on_cpu)) - self._compute_s
+        return self._known[key]
 
-    def _judged(self, workload: Workload) -> list[Division]:
-        """Divisions that can be compared: without compute times, those of which as little leaves as has to."""
-        if self._asked is not workload:
-            some = divisions(workload)
-            if not (workload.forward_s and workload.backward_s):
-                some = [d for d in some if d.activation_bytes == some[0].activation_bytes]
-                most = max(len(d.blocks) for d in some)
-                some = [d for d in some if len(d.blocks) == most]
-            self._asked, self._some = workload, some
-        return self._some
-
-    def _of(self, some: Sequence[Division]) -> list[_Answer]:
-        missing = [division for division in some if division not in self._known]
+    def _choices(self, some: Sequence[Division]) -> Iterator[Choice]:
+        """For each division the best number of subgroups on the CPU, by the closed form."""
+        missing = [division for division in some if division not in self._proposed]
         if missing:
-            rows = zip(missing, self._balance.exposed(missing), strict=True)
-            n = len(self.workload.subgroups)
-            # Where all state could stay on the GPU, others are compared with that.
-            self._known |= {d: _Answer(row, [0] if len(d.residents) == n else []) for d, row in rows}
-        return [self._known[division] for division in some]
+            self._proposed |= zip(missing, self._balance.exposed(missing), strict=True)
+        for division in some:
+            row = self._proposed[division]
+            on_cpu = int(row.argmin())
+            yield Choice(float(row[on_cpu]), division, on_cpu)
+
+    def _fixed(self, choices: Sequence[Choice]) -> Iterator[Choice]:
+        """The plans of fixed policies: of what is not resident all is on the CPU, or every k-th is streamed."""
+        for streams in sorted({choice.division.streams for choice in choices}):
+            division = next(choice.division for choice in choices if choice.division.streams is streams)
+            others = len(self.workload.subgroups) - len(division.residents)
+            for on_cpu in sorted({others, *(others - -(-others // k) for k in STRIDES)}):
+                if self._range(division)[0] <= on_cpu <= self._range(division)[1]:
+                    yield Choice(float(self._proposed[division][on_cpu]), division, on_cpu)
+
+    def _range(self, division: Division) -> tuple[int, int]:
+        """The least and the largest number of subgroups on the CPU that a division allows."""
+        row = self._proposed[division]
+        return int(np.isfinite(row).argmax()), len(row) - 1
 
 
-class _Answer:
-    """The best number of subgroups on the CPU for one division of memory.
+def _varied(choices: Sequence[Choice]) -> list[Choice]:
+    """The first of these, and the first of those at each end of what else divisions differ in."""
+    found = dict.fromkeys(choices[:PROPOSED])
+    for amount in (attrgetter("activation_bytes"), lambda division: len(division.blocks), attrgetter("streams")):
+        amounts = {amount(division) for _, division, _ in choices}
+        for extreme in sorted({min(amounts), max(amounts)}) if len(amounts) > 1 else []:
+            found[next(choice for choice in choices if amount(choice.division) == extreme)] = None
+    return list(found)
 
-    simulated: seconds by which an iteration is longer, by that number.
-    """
 
-    def __init__(self, balanced: np.ndarray, first: Sequence[int]) -> None:
-        """balanced: the same by the closed form, for all numbers. first: to be simulated in any case."""
-        self.simulated: dict[int, float] = {}
-        self._balanced = balanced
-        self._first = first
-        self._near, self._step = int(balanced.argmin()), FIRST_STEP
-        self._least, self._most = int(np.isfinite(balanced).argmax()), len(balanced) - 1
-
-    @property
-    def on_cpu(self) -> int:
-        """The best number so far."""
-        return min(self.simulated, key=self.simulated.__getitem__, default=self._near)
-
-    def cost(self, on_cpu: int) -> float:
-        """Seconds of `simulated`, else those of the closed form."""
-        return self.simulated.get(on_cpu, float(self._balanced[on_cpu]))
-
-    def next(self) -> int | None:
-        """The next number to simulate: downhill from the closed form's, in ever smaller steps; None at the bottom."""
-        while True:
-            below, above = self._near - self._step, self._near + self._step
-            around = [self._near, max(below, self._least), min(above, self._most)]
-            for on_cpu in (*self._first, *around):
-                if on_cpu not in self.simulated:
-                    return on_cpu
-            best = min(around, key=self.simulated.__getitem__)
-            if best == self._near and self._step == 1:
-                return None
-            self._near, self._step = best, self._step if best != self._near else self._step // 2
+def _comparable(workload: Workload) -> list[Division]:
+    """Divisions that can be compared: without compute times, those of which as little leaves as has to."""
+    some = divisions(workload)
+    if not (workload.forward_s and workload.backward_s):
+        some = [d for d in some if d.activation_bytes == some[0].activation_bytes]
+        most = max(len(d.blocks) for d in some)
+        some = [d for d in some if len(d.blocks) == most]
+    return some

@@ -44,12 +44,14 @@ class _Mix:
     """Numbers of subgroups by what happens to them, by division of memory (rows) and number on the CPU (columns).
 
     of_others: on the CPU, of those for which there is no room to be resident. streamed, staying: the rest of those, and
-    residents. slots: that are in use. other, resident: seconds of each stream for the mean subgroup of both kinds.
+    residents. passing: of these, with offloaded gradients that come up through slots. slots: that are in use.
+    other, resident: seconds of each stream for the mean subgroup of both kinds.
     """
 
     of_others: np.ndarray
     streamed: np.ndarray
     staying: np.ndarray
+    passing: np.ndarray
     of_residents: np.ndarray
     slots: np.ndarray
     other: np.ndarray
@@ -94,13 +96,18 @@ class Balance:
         work, mix = self._workload, self._mix(divisions)
         update, flush, prefetch = (mix.other[:, [s]] for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH))
         launch = np.minimum(self._profile.launch_latency_s, mix.resident[:, [Stream.GPU]])
-        # Residents have one launch together.
-        residents = mix.staying * (mix.resident[:, [Stream.GPU]] - launch) + launch * (mix.staying > 0)
-        gpu = residents + mix.streamed_s(Stream.GPU)
-        one = np.array([[division.slots == 1] for division in divisions])
+        # Residents have one launch together, but for those that wait for gradients.
+        at_once = mix.staying - mix.passing
+        residents = at_once * (mix.resident[:, [Stream.GPU]] - launch) + launch * (at_once > 0)
+        passing = mix.passing * mix.resident[:, [Stream.GPU]]
+        gpu = residents + passing + mix.streamed_s(Stream.GPU)
+        one = np.array([[division.slots <= 1] for division in divisions])
         saved_up, saved_down, stall = self._saved(divisions)
         fetch, weights_up, back_waits, forward_waits = self._weights(divisions)
+        returned, home = (mix.other[:, [s]] for s in (RETURNED, HOME))
         filled = np.minimum(mix.slots * prefetch, np.maximum(0.0, work.backward_s - saved_up - weights_up))
+        if work.returns:  # backward does not fill slots then
+            filled = np.zeros_like(filled)
         piles = self._piles(mix, one, filled)
         if work.blocks and work.backward_s:
             stall = np.maximum(stall, np.maximum(back_waits, saved_up + weights_up - work.backward_s))
@@ -113,14 +120,16 @@ class Balance:
         some = mix.streamed > 0
         ups = np.maximum(ends[..., UP], np.where(some, piles[..., UP] / up, 0.0))
         downs = np.maximum(ends[..., DOWN], np.where(some, piles[..., DOWN] / down, 0.0))
-        turns = mix.streamed * (prefetch / up + update + flush / down) - filled - np.where(one, prefetch, 0.0)
+        turns = mix.streamed * ((prefetch + returned) / up + update + (flush + home) / down)
+        turns = turns + passing + mix.passing * (mix.resident[:, [RETURNED]] / up + mix.resident[:, [HOME]] / down)
+        turns = turns - filled - np.where(one, prefetch * some, 0.0)
         slowest = np.maximum(np.maximum(prefetch / up, flush / down), update)
         last_parameter = np.maximum(mix.other, mix.resident)[:, [Stream.PARAMETER]]
         times = [
             ends[..., 0] + last_parameter * (mix.of_others + mix.of_residents > 0),
             ups + np.where(one, 0.0, some * (update + flush)),
             downs + some * update,
-            np.where(some, residents + flush / down + turns / np.maximum(mix.slots, 1), 0.0),
+            np.where(some | (mix.passing > 0), residents + some * flush / down + turns / np.maximum(mix.slots, 1), 0.0),
             np.where(some, residents + mix.streamed * slowest + flush, 0.0),
             gpu,
             *np.moveaxis(ends[..., DOWN + 1 :], -1, 0),
@@ -135,7 +144,7 @@ class Balance:
             forward_waits = np.maximum(forward_waits, np.maximum(saved_down, weights_up) - work.forward_s)
             seconds = seconds + (work.micro_batches - 1) * (stall + forward_waits)
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
-        return np.where(some & (mix.slots == 0), np.inf, seconds)
+        return np.where(some & ~np.array([[division.streams] for division in divisions]), np.inf, seconds)
 
     def _seconds(self, load: SubgroupLoad, *, streams: bool = False) -> list[float]:
         found = [0.0] * COLUMNS
@@ -160,15 +169,20 @@ class Balance:
         for row, division in zip(streams, divisions, strict=True):
             row[list(self._workload.streaming(division.blocks))] = 1.0
         residents = held.sum(axis=1, keepdims=True)
+        returned = self._workload.returns
         on_cpu = np.arange(sum(load.on_cpu for load in self._workload.subgroups) + 1.0)[None, :]
         of_others = np.minimum(on_cpu, n - residents)
         streamed = n - residents - of_others
+        staying = residents - (on_cpu - of_others)
         return _Mix(
             of_others,
             streamed,
-            staying=residents - (on_cpu - of_others),
+            staying,
+            passing=returned * staying,
             of_residents=on_cpu - of_others,
-            slots=np.minimum([[division.slots] for division in divisions], streamed),
+            slots=np.minimum(
+                [[max(division.slots, returned)] for division in divisions], streamed + returned * staying
+            ),
             other=((1 - held) @ self._each + (1 - held) * streams @ self._streams) / np.maximum(n - residents, 1),
             resident=(held @ self._each + held * streams @ self._streams) / np.maximum(residents, 1),
         )
@@ -182,7 +196,7 @@ class Balance:
         prefetches, flushes = mix.streamed_s(Stream.PREFETCH), mix.streamed_s(Stream.FLUSH)
         returned, home = (mix.streamed_s(s) + mix.staying * mix.resident[:, [s]] for s in (RETURNED, HOME))
         # One slot is filled, updated and emptied in turn, as if that had one lane; parameters only wait for filling.
-        cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes
+        cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes + mix.passing * mix.resident[:, [Stream.GPU]]
         prefetch, update, flush = (mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH))
         meet = prefetch / np.maximum(prefetch + update + flush, 1e-300)
         found = [

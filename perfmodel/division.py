@@ -14,8 +14,10 @@ from perfmodel.workload import Workload
 
 MAX_SLOTS = 8
 """Three keep both links busy; more let prefetches go on while the GPU updates resident subgroups."""
-SLOTS_TRIED = (2, 1, 4, 0)
-"""Numbers of slots where their memory is taken from residents, in this order."""
+SLOTS_TRIED = (1, 2, 3, 4)
+"""Numbers of slots where their memory is taken from residents."""
+PASSING_TRIED = (1, 2)
+"""The same where only offloaded gradients of residents pass through them."""
 AMOUNTS_TRIED = 17
 """The most amounts of saved tensors that move."""
 BLOCKS_TRIED = 9
@@ -26,15 +28,18 @@ BLOCKS_TRIED = 9
 class Division:
     """One way to divide device memory.
 
-    slots: for streamed subgroups. activation_bytes: of saved tensors that move.
+    slots: for subgroups that are streamed, and for the offloaded gradients of residents.
+    activation_bytes: of saved tensors that move.
     residents: the subgroups whose state has room to stay, larger ones first.
     blocks: whose weights stay.
+    streams: whether state passes through the slots; else they have room for offloaded gradients alone.
     """
 
     slots: int
     activation_bytes: int
     residents: tuple[int, ...]
     blocks: frozenset[int] = frozenset()
+    streams: bool = True
 
     def plan(self, workload: Workload, on_cpu: int) -> Plan:
         """The plan with this number of subgroups on the CPU.
@@ -48,7 +53,7 @@ class Division:
         for i in self.residents[: len(loads) - on_cpu]:
             placements[i] = Placement.GPU_RESIDENT
         rest = [i for i, placement in enumerate(placements) if placement is Placement.CPU]
-        left, moving = (len(rest) - on_cpu) * (self.slots > 0), workload.streaming(self.blocks)
+        left, moving = (len(rest) - on_cpu) * self.streams, workload.streaming(self.blocks)
         # Updates on the device move weights that are on the host, and updates there need no copy of them.
         for group in ([i for i in rest if i not in moving], [i for i in rest if i in moving]):
             count = min(left, len(group))
@@ -63,7 +68,10 @@ class Division:
                 if owed >= (0.5 - 1e-9) * loads[i].numel:
                     placements[i] = Placement.GPU_STREAMED
                     owed -= loads[i].numel
-        slots = min(self.slots, placements.count(Placement.GPU_STREAMED))
+        through = placements.count(Placement.GPU_STREAMED)
+        if workload.returns:
+            through += placements.count(Placement.GPU_RESIDENT)
+        slots = min(self.slots, through)
         order = tuple(range(len(loads)))
         plan = Plan(tuple(placements), order, slots, self.activation_bytes, blocks_on_device=self.blocks)
         return spilled(plan, workload)
@@ -81,19 +89,18 @@ def divisions(workload: Workload) -> list[Division]:
     loads = workload.subgroups
     larger_first = sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes)
     taken = list(accumulate(loads[i].state_bytes for i in larger_first))
+    amounts = _amounts(workload, taken)
     if fits(workload):
         everything = frozenset(range(len(workload.blocks)))
-        return [Division(0, _amounts(workload, taken)[0], tuple(larger_first), everything)]
+        left = min(workload.peak_free_bytes, workload.shared_free_bytes) - taken[-1] - workload.weight_bytes(everything)
+        slots = min(_passing_slots(workload, left), max(PASSING_TRIED))
+        return [Division(slots, amounts[0], tuple(larger_first), everything, streams=False)]
     found = dict[Division, None]()
-    amounts, first = _amounts(workload, taken), {frozenset[int](): larger_first}
+    first = {frozenset[int](): larger_first}
     for activation_bytes in amounts:
         shared = workload.shared_free(activation_bytes)
-        slots = workload.slots_within(workload.update_free_bytes, MAX_SLOTS)
-        tried = [slots]
-        if math.isfinite(shared):
-            tried = [min(slots, most) for most in SLOTS_TRIED if workload.staging_bytes(most) <= shared]
-        for count in tried:
-            free = min(workload.peak_free(activation_bytes), shared - workload.staging_bytes(count))
+        for count, streams in _slots(workload, activation_bytes):
+            free = min(workload.peak_free(activation_bytes), shared - workload.staging_bytes(count, streams=streams))
             for blocks in _blocks(workload, free):
                 left = free - workload.weight_bytes(blocks)
                 if left < 0 and workload.blocks:
@@ -102,8 +109,30 @@ def divisions(workload: Workload) -> list[Division]:
                     moving = workload.streaming(blocks)
                     first[blocks] = sorted(larger_first, key=lambda i: (-loads[i].state_bytes, i in moving))
                 residents = _fitting(workload, first[blocks], taken, left)
-                found[Division(count, activation_bytes, residents, blocks)] = None
-    return list(found) or [Division(0, amounts[-1], (), _blocks(workload, 0)[0])]
+                found[Division(count, activation_bytes, residents, blocks, streams)] = None
+    slots = _passing_slots(workload, 0)
+    return list(found) or [Division(slots, amounts[-1], (), _blocks(workload, 0)[0], streams=False)]
+
+
+def _slots(workload: Workload, activation_bytes: int) -> list[tuple[int, bool]]:
+    """Numbers of slots that may be worth a look, each with whether state passes through them."""
+    shared, update = workload.shared_free(activation_bytes), workload.update_free_bytes
+    most = workload.slots_within(update, MAX_SLOTS)
+    found = [most]
+    if math.isfinite(shared):
+        # As many as take nothing from residents, besides.
+        beside = workload.slots_within(shared - workload.peak_free(activation_bytes), most)
+        found = [
+            n for n in sorted({*(min(most, n) for n in SLOTS_TRIED), beside}) if workload.staging_bytes(n) <= shared
+        ]
+    passing = _passing_slots(workload, min(shared, update))
+    alone = sorted({min(passing, n) for n in PASSING_TRIED}) if math.isfinite(shared) or not most else []
+    return [*((n, True) for n in found if n), *((n, False) for n in alone)]
+
+
+def _passing_slots(workload: Workload, free: float) -> int:
+    """The most slots for offloaded gradients of residents, in this much memory; 0 if there are none."""
+    return max(1, workload.slots_within(free, MAX_SLOTS, streams=False)) if workload.returns else 0
 
 
 def _blocks(workload: Workload, free: float) -> list[frozenset[int]]:

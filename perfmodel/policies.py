@@ -65,7 +65,7 @@ def with_blocks(plan: Plan, workload: Workload) -> Plan:
     if not workload.blocks:
         return plan
     moved = max(plan.activation_bytes, workload.activation_least_bytes)
-    shared = workload.shared_free(moved) - workload.staging_bytes(plan.slots)
+    shared = workload.shared_free(moved) - workload.staged_bytes(plan)
     resident = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
     counts = workload.block_counts(min(workload.peak_free(moved), shared) - resident)
     return dataclasses.replace(plan, blocks_on_device=workload.staying(counts[-1]))

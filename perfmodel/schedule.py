@@ -47,7 +47,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     made, backward = ScheduleBuilder(plan, workload, found), tuple[int, ...]()
     weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     # Offloaded gradients come up through a slot for residents, too.
-    slots = max(plan.slots, any(load.returned_bytes for load in loads) and RESIDENT in plan.placements)
+    slots = max(plan.slots, workload.returns and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
         made.piece = backward_pieces(made.add, workload, len(workload.moved(plan.activation_bytes)), weights)
@@ -59,8 +59,9 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             if not loads[i].returned_bytes and (plan.placements[i] is not CPU or i in plan.on_disk):
                 continue
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
-        filled = range(min(slots, plan.placements.count(STREAMED)))
-        vacated = [memory_freed(plan, workload, made.piece, slot) for slot in filled] or vacated
+        # Offloaded gradients pass through slots, which backward does not fill then.
+        filled = 0 if workload.returns else min(slots, plan.placements.count(STREAMED))
+        vacated[:filled] = [memory_freed(plan, workload, made.piece, slot) for slot in range(filled)]
     made.step(backward, vacated)
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks), kept=made.windows.inside)

@@ -198,13 +198,26 @@ class Workload:
         """Size of a staging slot that takes any of the subgroups, in bytes."""
         return max(load.state_bytes for load in self.subgroups)
 
-    def staging_bytes(self, slots: int) -> int:
-        """Device memory for this number of slots, of the bytes that are free."""
-        return slots * self.slot_bytes + max(0, slots - 1) * self.passing_bytes
+    @functools.cached_property
+    def returns(self) -> bool:
+        """Whether offloaded gradients come up again for updates on the device."""
+        return any(load.returned_bytes for load in self.subgroups)
 
-    def slots_within(self, nbytes: float, most: int) -> int:
-        """The number of slots, `most` of them, for which this much device memory is enough."""
-        return next((slots for slots in range(most, 0, -1) if self.staging_bytes(slots) <= nbytes), 0)
+    def staging_bytes(self, slots: int, *, streams: bool = True) -> int:
+        """Device memory for this number of slots, of the bytes that are free.
+
+        streams: whether state passes through them, and not offloaded gradients alone, of which those of one slot are
+        set apart.
+        """
+        return slots * self.slot_bytes * streams + max(0, slots - 1) * self.passing_bytes
+
+    def staged_bytes(self, plan: Plan) -> int:
+        """The same for the slots of a plan."""
+        return self.staging_bytes(plan.slots, streams=Placement.GPU_STREAMED in plan.placements or not self.returns)
+
+    def slots_within(self, nbytes: float, most: int, *, streams: bool = True) -> int:
+        """The number of slots, `most` at most, for which this much device memory is enough."""
+        return next((n for n in range(most, 0, -1) if self.staging_bytes(n, streams=streams) <= nbytes), 0)
 
     @functools.cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -287,7 +300,7 @@ class Workload:
             return False  # a plan for a model that had more blocks
         weights = self.weight_bytes(plan.blocks_on_device)
         resident = self.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + weights
-        staged, moved = self.staging_bytes(plan.slots), plan.activation_bytes
+        staged, moved = self.staged_bytes(plan), plan.activation_bytes
         at_home = (i for i in plan.order if plan.stays(i) is Tier.HOST)
         return (
             resident <= self.peak_free(moved)

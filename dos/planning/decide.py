@@ -52,18 +52,17 @@ class Facts:
         return room - resident_bytes
 
 
-def decide(facts: Facts, policy: Policy, meanwhile: Policy) -> Plan:
+def decide(facts: Facts, policy: Policy) -> Plan:
     """Return the plan for these facts; no other function changes a plan.
 
-    policy: the user's. meanwhile: the same for a workload with less memory, without a change to the state of `policy`.
-    Raises ValueError or TypeError if a policy returns something other than a plan.
+    policy: the user's. Raises ValueError or TypeError if a policy returns something other than a plan.
     """
     work = facts.workload
     plan = spilled(policy(work), work)
     # User code may still refer to tensors that should move: state gets only the memory of tensors that have moved.
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
-        plan = dataclasses.replace(spilled(meanwhile(less), less), activation_bytes=plan.activation_bytes)
+        plan = dataclasses.replace(spilled(policy(less), less), activation_bytes=plan.activation_bytes)
     plan = off_cpu(ordered(plan, work, reverse=facts.reverse).on_host(facts.denied), work)
     if work.blocks:
         plan = dataclasses.replace(plan, blocks_on_device=_blocks(plan, work) if facts.blocks is None else facts.blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,11 +57,12 @@ class Decisions:
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
         self.memory = MemoryMonitor(device, lambda: held() - away(), budget, interval)
-        self.pace = Pace()
+        self.pace = Pace(queues=device.queues)
         self._device = device
         self._policy = policy
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
-        self._asked: tuple[Workload | None, Plan | None] = None, None
+        self._asked = deque[tuple[Workload, Plan]](maxlen=2)
+        """The last workloads, of a step and with less memory, with the policy's plans."""
         self._profile = profile
         self._held, self._on_host, self._pooled, self._pinned = held, on_host, pooled, pinned
         self.ended: Report | None = None
@@ -78,23 +80,19 @@ class Decisions:
         if self._adaptive is not None and self._adaptive.profile is None:
             self._adaptive.profile = self._find_profile()
         now.workload, now.withheld = facts.workload, self.memory.withheld
-        return decide(facts, self._ask, self._meanwhile)
+        return decide(facts, self._ask)
 
     def _ask(self, workload: Workload) -> Plan:
-        """Return the policy's plan, computed once while a step is prepared; of a fixed policy once per workload."""
-        before, plan = self._asked
-        if plan is None or (before is not workload and (self._adaptive is not None or before != workload)):
-            plan = plan_of(self._policy, workload)
-            self._asked = workload, plan
+        """Return the policy's plan, computed once per workload, so that no policy is asked twice while a step is made.
+
+        Of an adaptive policy the rates may have changed since.
+        """
+        for before, plan in self._asked:
+            if before is workload or (self._adaptive is None and before == workload):
+                return plan
+        plan = plan_of(self._policy, workload)
+        self._asked.append((workload, plan))
         return plan
-
-    def _meanwhile(self, workload: Workload) -> Plan:
-        return plan_of(self._policy if self._adaptive is None else self._adaptive.meanwhile, workload)
-
-    def search(self) -> None:
-        """Search a little for a better plan than the last one, for the next iteration."""
-        if self._adaptive is not None:
-            self._adaptive.search()
 
     def begin_step(self, plan: Plan, now: Iteration) -> None:
         """Note that a step of this plan is being issued."""
@@ -141,6 +139,7 @@ class Decisions:
             pinned_bytes=self._pinned(),
             why=self._why,
             real=self._device.known_profile is None,
+            late_s=self.pace.late_s,
         )
 
     def _find_profile(self) -> HardwareProfile:

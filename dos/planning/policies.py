@@ -20,9 +20,6 @@ from perfmodel.tasks import Schedule
 
 Policy = Callable[[Workload], Plan]
 
-WORTH_A_CHANGE = 0.05
-"""The share of exposed time by which another plan must be better to be taken: rates are not more exact."""
-
 _KNOWN = (
     "'adaptive', 'cpu', 'stride:K' with K of 1 or more, 'resident', a ratio in [0, 1] (the share on the CPU), "
     "or a callable Workload -> Plan"
@@ -70,21 +67,12 @@ class AdaptivePolicy:
 
     def __init__(self, profile: HardwareProfile | None = None) -> None:
         self.profile = profile
-        self._planner = AdaptivePlanner(tolerance=WORTH_A_CHANGE)
+        self._planner = AdaptivePlanner()
         self._refinement = Refinement()
 
     def __call__(self, workload: Workload) -> Plan:
         assert self.profile is not None, "its owner sets the profile first"
         return self._planner(workload, self.profile)
-
-    def meanwhile(self, workload: Workload) -> Plan:
-        """Return a plan for less memory than in the last call, whose plan remains the previous one."""
-        assert self.profile is not None, "its owner sets the profile first"
-        return self._planner.meanwhile(workload, self.profile)
-
-    def search(self) -> None:
-        """Search a little for a better plan than the last one."""
-        self._planner.learn()
 
     def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
         """Correct the profile by a step's timeline."""

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from dos.devices.pin_limit import remedy
 from dos.kernels.gpu_update import gpu_kernel_name
 from dos.planning.monitor import SPARE_TO_GROW, TOO_LITTLE
-from dos.planning.policies import WORTH_A_CHANGE
 from dos.planning.reading import Reading
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Timeline, Workload
-from perfmodel.adaptive import adaptive
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, exposed
 from perfmodel.workload import peak_room
 
+SEEN = 0.05
+"""The share of compute from which a late host is reported."""
 ROUNDING = 0.005
 """The amount by which an efficiency may exceed 1."""
 
@@ -39,6 +39,7 @@ class Report:
     why: the reason of the last change of plan.
     real: whether a GPU updates, and not an emulated device.
     pinned_bytes: the pinned bytes of `host_bytes` and `pool_bytes`.
+    late_s: seconds for which the device waited for the host in the last forward, see `Pace`.
     """
 
     iteration: Iteration
@@ -54,6 +55,7 @@ class Report:
     why: str
     real: bool
     pinned_bytes: int = 0
+    late_s: float = 0.0
 
     @property
     def exposed_s(self) -> float | None:
@@ -181,6 +183,11 @@ class Report:
             lines += [f"Updates on the device are done by {gpu_kernel_name()}"]
         if self.measured is not None:
             lines += [f"Measured: {self._times(self.measured)}"]
+        if self.late_s >= SEEN * self.compute_s and self.late_s:
+            lines += [
+                f"Host: the last forward lasted {_ms(self.late_s)} longer than its compute, because the device waited "
+                "for the host; that does not count as time beside which updates run"
+            ]
         if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
             return "\n".join(lines)
@@ -301,7 +308,11 @@ def why_changed(
             reasons += [f"{what} went from {then} to {since}"]
     if believed != profile:
         reasons += ["measured steps corrected the rates"]
-    other = "the policy chose another plan" if profile is None else "the simulator found a better plan"
+    other = (
+        "the policy chose another plan"
+        if profile is None
+        else "saved tensors, weights or memory of the host have changed"
+    )
     return ", ".join(reasons) or other
 
 
@@ -344,12 +355,14 @@ def unused(
     rest = min(workload.peak_free_bytes, workload.state_bytes) - resident
     if profile is not None:
         beyond = workload.shared_free_bytes - workload.peak_free_bytes  # is free in the update alone
-        staged = min(rest, workload.staging_bytes(plan.slots) - max(0, beyond))
+        staged = min(rest, workload.staged_bytes(plan) - max(0, beyond))
         if staged > 0:
             reasons += [(staged, f"for {plan.slots} staging slot{'s' * (plan.slots > 1)}")]
             rest -= staged
     if rest >= min(load.state_bytes for load in away):
-        reasons += [(rest, _why_not_resident(plan, workload, profile))]
+        reasons += [
+            (rest, "because the step would not be faster" if profile else "because this policy does not use it")
+        ]
     lines = [f"Not used for state: {', '.join(f'{size_of(n)} {why}' for n, why in reasons)}"] if reasons else []
     room = sum(nbytes for nbytes, why in withheld if why == TOO_LITTLE)
     if workload.shared_free_bytes == 0 < room:
@@ -371,14 +384,3 @@ def size_of(nbytes: float) -> str:
         if nbytes >= each / 10:
             return f"{nbytes / each:.2f} {unit}"
     return f"{nbytes / 2**10:.2f} KiB"
-
-
-def _why_not_resident(plan: Plan, workload: Workload, profile: HardwareProfile | None) -> str:
-    """Return the reason why state is not resident although there is room."""
-    if profile is None:
-        return "because this policy does not use it"
-    best = adaptive(workload, profile)
-    now, then = (workload.state_bytes_of(p.served(Placement.GPU_RESIDENT)) for p in (plan, best))
-    if then > now:
-        return f"because the previous plan is at most {WORTH_A_CHANGE:.0%} slower"
-    return "because the step would not be faster"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dos.devices import Mark
 from dos.step.iteration import Iteration
+
+FIRST_CLEAN = 2
+"""Steps before the first forward with nothing beside it: the very first ones compile kernels."""
+AGAIN, LAST = 16, 1024
+"""Steps until the next such forward if those in between last longer; twice as many each time, up to the last number."""
 
 
 class Pace:
@@ -20,15 +24,30 @@ class Pace:
 
     forward: from the end of step() to backward, without the waits for parameters.
     backward: from the first gradient that is sent early to step(); 0 if none is.
-    both: from the end of step() to its next call, whether gradients are sent early or not.
+    rest: from the first gradient to step(), further micro-batches included, whether gradients are sent early or not.
     All are without the waits for weights, and for saved tensors where the plan decides how many move.
+    late_s: the seconds for which the device waited for the host in the last forward: by which that lasted longer than
+        `forward`.
+
+    A device that queues work waits for the host where that is late: after it has waited for an update, or is slowed by
+    the threads that move state. The plan decides for how long, so that such a forward must not count as compute: the
+    next plan would leave more work beside it. Hence a forward counts as no longer than one with nothing beside it
+    (`wants_clean`), nor than the backward behind it.
     """
 
-    def __init__(self) -> None:
-        self.forward, self.backward, self.both = _Typical(), _Typical(), _Typical()
-        self._waits: Sequence[tuple[Mark, Mark]] = ()
-        """The waits in forward."""
-        self._unread: deque[tuple[_Typical, _Stretch]] = deque()
+    def __init__(self, *, queues: bool = True) -> None:
+        """queues: whether the device queues work, so that it may wait for the host."""
+        self.forward, self.backward, self.rest = _Typical(), _Typical(), _Typical()
+        self.late_s = 0.0
+        self._queues = queues
+        self._raw = _Typical()
+        """Forwards as they lasted."""
+        self._last: _Forward | None = None
+        """The forward before the backward that runs, once it was read."""
+        self._clean: float | None = None
+        self._clean_next = False
+        self._steps, self._due, self._between = 0, FIRST_CLEAN, AGAIN
+        self._unread: deque[tuple[Callable[[float], None], _Stretch]] = deque()
 
     def backward_begins(
         self, iteration: Iteration, before: Iteration | None, stalls: Sequence[tuple[Mark, Mark]] = ()
@@ -37,9 +56,11 @@ class Pace:
 
         before: the iteration before, for whose step the caller may have waited. stalls: waits for saved tensors.
         """
+        clean, self._clean_next = self._clean_next or not self._queues, False
         if before is not None and iteration.forward is not None and iteration.backward is not None:
-            self._waits = (*before.waits[iteration.earlier :], *stalls)
-            self._add(self.forward, _Stretch(iteration.forward, iteration.backward, self._waits))
+            waits = (*before.waits[iteration.earlier :], *stalls)
+            stretch = _Stretch(iteration.forward, iteration.backward, waits)
+            self._add(lambda seconds: self._forward_lasted(_Forward(seconds, clean)), stretch)
 
     def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
         """Add the backward that ended with the call of step().
@@ -47,27 +68,70 @@ class Pace:
         early: whether gradients that were sent early are still valid; None: the plan sends none.
         stalls: waits for saved tensors since backward began.
         """
+        self._steps += 1
         if early is not None and iteration.step is not None:
             departure = iteration.first_departure
             first = departure if early and departure is not None else iteration.step
-            self._add(self.backward, _Stretch(first, iteration.step, stalls))
-        if iteration.forward is not None and iteration.step is not None:
-            self._add(self.both, _Stretch(iteration.forward, iteration.step, (*self._waits, *stalls)))
-        self._waits = ()
+            self._add(self.backward.add, _Stretch(first, iteration.step, stalls))
+        if iteration.backward is not None and iteration.step is not None:
+            self._add(self._rest_lasted, _Stretch(iteration.backward, iteration.step, stalls))
+
+    def wants_clean(self) -> bool:
+        """Return whether the next forward should run with nothing beside it; if so, it counts as such a forward.
+
+        One of the first does, and others, ever more rarely, as long as forwards last longer than the last such one.
+        """
+        if not self._queues or self._steps < self._due:
+            return False
+        if self._clean is not None and not self._raw.seconds > (1 + _Typical.TOLERANCE) * self._clean:
+            self._between = AGAIN
+            return False
+        self._clean_next = True
+        if self._clean is not None:
+            self._between = min(2 * self._between, LAST)
+        self._due = self._steps + self._between
+        return True
 
     def read(self) -> None:
         """Read the stretches whose end the device has reached."""
         while self._unread:
-            typical, stretch = self._unread[0]
+            lasted, stretch = self._unread[0]
             seconds = stretch.seconds()
             if seconds is None:
                 return
             self._unread.popleft()
-            typical.add(seconds)
+            lasted(seconds)
 
-    def _add(self, typical: _Typical, stretch: _Stretch) -> None:
-        self._unread.append((typical, stretch))
+    def _add(self, lasted: Callable[[float], None], stretch: _Stretch) -> None:
+        self._unread.append((lasted, stretch))
         self.read()
+
+    def _forward_lasted(self, forward: _Forward) -> None:
+        if not self._queues:
+            self.forward.add(forward.seconds)
+            return
+        self._last = forward
+        if forward.clean:
+            self._clean = forward.seconds
+            self.forward.restart(forward.seconds)
+            self._raw.restart(forward.seconds)
+
+    def _rest_lasted(self, seconds: float) -> None:
+        self.rest.add(seconds)
+        forward, self._last = self._last, None
+        if forward is None:
+            return
+        if not forward.clean:
+            self._raw.add(forward.seconds)
+            self.forward.add(min(forward.seconds, seconds if self._clean is None else self._clean))
+        self.late_s = max(0.0, forward.seconds - self.forward.seconds)
+
+
+class _Forward(NamedTuple):
+    """A forward. clean: with nothing beside it."""
+
+    seconds: float
+    clean: bool
 
 
 class _Stretch(NamedTuple):
@@ -91,7 +155,7 @@ class _Stretch(NamedTuple):
 
 
 class _Typical:
-    """The median of recent durations.
+    """The lower quartile of recent durations: what holds up the host makes some longer, and none shorter.
 
     Once there are REMEMBERED of them it moves by more than TOLERANCE or not at all, so that noise changes no plan.
     """
@@ -103,9 +167,19 @@ class _Typical:
         self.seconds = 0.0
         self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
 
+    @property
+    def known(self) -> bool:
+        """Whether any was added."""
+        return bool(self._recent)
+
     def add(self, seconds: float) -> None:
         begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
         self._recent.append(seconds)
-        median = statistics.median(self._recent)
-        if begins or abs(median - self.seconds) > self.TOLERANCE * self.seconds:
-            self.seconds = median
+        quartile = sorted(self._recent)[len(self._recent) // 4]
+        if begins or abs(quartile - self.seconds) > self.TOLERANCE * self.seconds:
+            self.seconds = quartile
+
+    def restart(self, seconds: float) -> None:
+        """Forget all durations but this one."""
+        self._recent.clear()
+        self.add(seconds)

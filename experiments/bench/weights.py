@@ -52,8 +52,6 @@ BLOCK = 4
 """Iterations of one run before the next has its turn; the first does not count."""
 WARM_UP = 3
 """Turns that do not count: plans settle."""
-SEARCHES = 100
-"""Of better plans, after each turn, as there would be in as many iterations more."""
 WAYS: dict[str, Any] = {"stay": None, "stream": 0, "auto": "auto"}
 """By the name of the row: `weights` of `DOSAdam.attach`."""
 MOST_OF_BEST, MOST_OF_BOUND, LEAST_OF_BOUND, LEAST_GAIN = 1.03, 1.10, 0.98, 1.3
@@ -146,10 +144,6 @@ class Run:
             self.optimizer.synchronize()
         except torch.OutOfMemoryError as error:
             raise Dropped from error
-        decisions = self.optimizer._session.decisions
-        assert decisions is not None, "parameters are on a device"
-        for _ in range(SEARCHES):
-            decisions.search()
         return statistics.median(seconds)
 
     def _train(self, batch: Sequence[Tensor]) -> None:

@@ -42,7 +42,7 @@ def plan_anew(optimizer: DOSAdam) -> None:
     """Have the policy asked again although nothing has changed."""
     decisions = session_of(optimizer).decisions
     if decisions is not None:
-        decisions._asked = None, None
+        decisions._asked.clear()
 
 
 class StoppedError(Exception):

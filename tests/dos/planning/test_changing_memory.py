@@ -72,7 +72,7 @@ def trained(setting: Setting, iterations: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         device.memory()  # the neighbour takes what has come free
-        session_of(optimizer).decisions.pace.backward.seconds = rank.backward_s
+        session_of(optimizer).decisions.pace.rest.seconds = rank.backward_s
     assert len(steps) == iterations
     assert device.peak_bytes <= device.capacity
     return [rank.forward_s + lasts(each, rank) for each in steps]

@@ -99,7 +99,6 @@ def test_no_more_is_held_than_the_budget_while_state_moves_beside_the_forward(
         return Plan(tuple(placements), tuple(range(total)), slots=2)
 
     monkeypatch.setattr(AdaptivePolicy, "__call__", alternating)
-    monkeypatch.setattr(AdaptivePolicy, "meanwhile", alternating)
     gradients = 4 * size * offload_gradients
     device = Watched()
     optimizer = DOSAdam(

@@ -91,4 +91,4 @@ def test_steady_steps_hardly_change_the_plan(share: float, changes: int) -> None
         assert sum(a != b for a, b in itertools.pairwise(plans[5:])) <= changes
         scope = Scope.beside(work)
         lost = makespan(plans[-1], work, truth, scope) / makespan(adaptive(work, truth), work, truth, scope)
-        assert lost < 1.04
+        assert lost < 1.06, "two subgroups on the other side"

@@ -21,12 +21,78 @@ def waits(*times: tuple[float, float]) -> list[Wait]:
     return [Wait(At(before), At(after)) for before, after in times]
 
 
+def iterate(pace: Pace, forward_s: float, backward_s: float = 2.0) -> None:
+    """One iteration, in which compute and the device's waits for the host last so long together."""
+    iteration = Iteration(Copying())
+    iteration.forward, iteration.backward, iteration.step = At(10), At(10 + forward_s), At(10 + forward_s + backward_s)
+    pace.backward_begins(iteration, Iteration(Copying()))
+    pace.step(iteration, early=None)
+
+
 def test_waits_do_not_count() -> None:
     """Neither those for parameters nor those for saved tensors, as far as they lie within."""
-    before, iteration, pace = Iteration(Copying()), Iteration(Copying()), Pace()
+    before, iteration, pace = Iteration(Copying()), Iteration(Copying()), Pace(queues=False)
     iteration.forward, iteration.backward, iteration.first_departure, iteration.step = At(10), At(20), At(22), At(40)
     before.waits = waits((0, 9), (10, 11))
     pace.backward_begins(iteration, before, waits((12, 14), (19, 21), (21, 22)))
     assert pace.forward.seconds == 10 - 1 - 2 - 1
     pace.step(iteration, early=True, stalls=waits((20, 21), (21, 25), (30, 31)))
     assert pace.backward.seconds == 18 - 3 - 1
+    assert pace.rest.seconds == 20 - 5 - 1
+
+
+def test_a_forward_that_a_late_host_stretches_is_no_longer_than_one_with_nothing_beside_it() -> None:
+    """Else the plan would leave more beside the forward, which stretches it: a belief that confirms itself."""
+    pace = Pace()
+    for _ in range(2):
+        iterate(pace, 3.0)
+    assert pace.wants_clean()
+    iterate(pace, 1.0)
+    assert (pace.forward.seconds, pace.late_s) == (1.0, 0.0)
+    for _ in range(40):
+        iterate(pace, 1.0 + pace.forward.seconds)
+        assert pace.forward.seconds == 1.0
+        assert pace.late_s == 1.0, "reported apart"
+
+
+def test_before_that_a_forward_is_no_longer_than_the_backward_behind_it() -> None:
+    pace = Pace()
+    iterate(pace, 9.0, backward_s=2.0)
+    assert pace.forward.seconds == 2.0
+    assert pace.late_s == 7.0
+
+
+def test_a_shorter_forward_counts_and_one_in_five_that_is_stretched_does_not() -> None:
+    pace = Pace(queues=False)
+    for seconds in (1.0, 1.0, 5.0, 1.0, 1.0, 5.0, 5.0, 1.0, 0.5, 0.5):
+        iterate(pace, seconds)
+    assert pace.forward.seconds == 0.5
+
+
+def test_forwards_with_nothing_beside_them_are_rare_and_follow_a_batch_that_grows() -> None:
+    pace, asked = Pace(), list[int]()
+
+    def train(seconds: float, steps: int) -> None:
+        for _ in range(steps):
+            wants = pace.wants_clean()
+            asked.extend([pace._steps] * wants)
+            iterate(pace, seconds if wants else 1.5 * seconds)
+
+    train(1.0, 5000)
+    assert asked[:4] == [2, 18, 50, 114]
+    assert len(asked) < 12
+    assert pace.forward.seconds == 1.0
+    before = len(asked)
+    train(4.0, 1025)
+    assert len(asked) > before
+    assert pace.forward.seconds == 4.0
+
+
+def test_no_forward_is_asked_for_where_none_is_stretched_or_the_device_queues_nothing() -> None:
+    pace, emulated, asked = Pace(), Pace(queues=False), 0
+    for _ in range(100):
+        asked += pace.wants_clean()
+        assert not emulated.wants_clean()
+        iterate(pace, 1.0)
+        iterate(emulated, 1.0)
+    assert asked == 1
