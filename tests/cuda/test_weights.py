@@ -24,7 +24,7 @@ from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import InTurn
 from tests.support.scales import StoppedError, stop
 from tests.support.training import bits
-from tests.support.ways import WAYS, Recurrent, Stack
+from tests.support.ways import WAYS, Recurrent, Stack, compiled
 
 pytestmark = NEEDS_GPU
 
@@ -32,6 +32,8 @@ NUMEL = 600_000 // SHRINK
 """Of a block's larger weight: more than what is copied together with its neighbours."""
 BLOCKS = 6
 POLICIES: tuple[Any, ...] = ("cpu", "stride:1", 0.5, "adaptive")
+NOT_SIMULATED = (Recurrent, compiled)
+"""Blocks whose operations the simulated accelerator does not have."""
 
 
 class Wave(nn.Module):
@@ -322,15 +324,15 @@ def test_what_else_users_do(train: Training, policy: Any) -> None:
     assert_as_on_device(train, 0, policy)
 
 
-@pytest.mark.parametrize(("kind", "run"), [way for way in WAYS if way[0] is not Recurrent or not SIMULATED])
+@pytest.mark.parametrize(("kind", "run"), [way for way in WAYS if way[0] not in NOT_SIMULATED or not SIMULATED])
 def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any) -> None:
-    """Blocks stream, some stay, all stay, or the plan says; attached once, and again after each step."""
+    """Some blocks stay and then none, or the plan says and then all: attached again after each step."""
 
     def end(weights: Any, again: Any = None) -> list[bytes]:
         model = Stack(kind, run) if weights is not None else Stack(kind, run).to(DEVICE)
         optimizer = DOSAdam(model.parameters(), lr=1e-2, device=DEVICE, offload_gradients=True, subgroup_size=400)
         optimizer.attach(model, weights=weights)
-        for step in range(3):
+        for step in range(2):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
             model(x.to(DEVICE)).square().mean().backward()
             optimizer.step()
@@ -340,7 +342,7 @@ def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any)
         optimizer.synchronize()
         return bits(on_host(model.parameters()))
 
-    assert end(0) == end(1, again=0) == end("auto", again=1.0) == end(None)
+    assert end(1, again=0) == end("auto", again=1.0) == end(None)
 
 
 def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:

@@ -34,12 +34,11 @@ def zero_by_model(model: nn.Module, optimizer: DOSAdam) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("weights", [0, 3])
-@pytest.mark.parametrize("zero", [zero_by_optimizer, zero_by_model])
+@pytest.mark.parametrize(("zero", "weights"), [(zero_by_optimizer, 0), (zero_by_model, 3)])
 def test_what_was_zeroed_adds_to_nothing(zero: Callable[..., None], weights: Any) -> None:
     model, other = net(torch.float32), net(torch.float32)
     optimizer, reference = start(model, weights), start(other, None)
-    for number in range(0, len(list(model.parameters())), 3):
+    for number in range(0, len(list(model.parameters())), 5):
         interrupt(number, loss(model, 1000 + number))
         zero(model, optimizer)
         for each, its in ((model, optimizer), (other, reference)):
@@ -49,14 +48,12 @@ def test_what_was_zeroed_adds_to_nothing(zero: Callable[..., None], weights: Any
     assert everything(model, optimizer) == everything(other, reference)
 
 
-@pytest.mark.parametrize(
-    ("weights", "run"), [*((0, run) for run in RUNS), *((each, RUNS[0]) for each in (3, 6, "auto"))]
-)
+@pytest.mark.parametrize(("weights", "run"), [*((0, run) for run in RUNS), *((each, RUNS[0]) for each in (3, "auto"))])
 def test_the_next_backward_drops_what_was_not_taken_and_nothing_else(run: Any, weights: Any) -> None:
     """Neither gradients of a complete backward before it, nor those that were taken before the fault, as with AdamW."""
     model, other = net(torch.float32, run=run), net(torch.float32, run=run)
     optimizer, reference = start(model, weights), start(other, None)
-    for step, (number, again) in enumerate(itertools.product((2, 9, 30), (False, True))):
+    for step, (number, again) in enumerate(itertools.product((2, 30), (False, True))):
         for each, its in ((model, optimizer), (other, reference)):
             loss(each, 3 * step).backward()
             found = loss(each, 3 * step + 1)
@@ -74,9 +71,9 @@ def test_the_next_backward_drops_what_was_not_taken_and_nothing_else(run: Any, w
 def test_a_step_after_it_uses_what_there_is_as_with_adamw(weights: Any) -> None:
     model, other = net(torch.float32), net(torch.float32)
     optimizer, reference = start(model, weights), start(other, None)
-    for step, number in enumerate((2, 9, 30, 9)):
+    for step, number in enumerate((2, 30, 9)):
         for each, its in ((model, optimizer), (other, reference)):
-            if step < 3:
+            if step < 2:
                 loss(each, 2 * step).backward()
             interrupt(number, loss(each, 2 * step + 1), taken=its is reference)
             its.clip_grad_norm_(1e-3)
