@@ -303,11 +303,19 @@ struct SimAllocator final : c10::DeviceAllocator {
       pending.erase(pending.begin() + i);
     }
   }
-  void flush() {  // mutex is held: all that is not used goes back, as by cudaFree, which waits for the device
+  // All that is not used goes back, as by cudaFree, which waits for the device. The mutex is held, but not meanwhile:
+  // work that the device does may need Python's lock, whose owner may be waiting for the mutex.
+  void flush(std::unique_lock<std::mutex>& held) {
+    held.unlock();
     sync_all();
+    held.lock();
     process();
+    auto given_back = std::move(unused);
+    unused.clear();
+    held.unlock();
     sync_all();
-    for (auto& [stream, blocks] : unused)
+    held.lock();
+    for (auto& [stream, blocks] : given_back)
       for (auto& [size, block] : blocks) {
         mprotect(shadow_base + block->offset, block->size, PROT_NONE);
         fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, block->offset, block->size);
@@ -316,7 +324,6 @@ struct SimAllocator final : c10::DeviceAllocator {
         stats.segment[0].decrease(1);
         delete block;
       }
-    unused.clear();
   }
   Block* find(size_t size) {
     auto& mine = unused[current_stream];
@@ -344,14 +351,14 @@ struct SimAllocator final : c10::DeviceAllocator {
     c10::Device device(KIND, 0);
     if (!n) return {nullptr, nullptr, [](void*) {}, device};
     size_t unit = n <= (1 << 20) ? 4096 : 65536, size = (n + unit - 1) / unit * unit;
-    std::lock_guard<std::mutex> held(mutex);
+    std::unique_lock<std::mutex> held(mutex);
     bool fail = fail_in >= 0 && fail_in-- == 0;
     fail = fail || (fail_share > 0 && std::uniform_real_distribution<>(0, 1)(random) < fail_share);
     process();
     Block* block = fail ? nullptr : find(size);
     if (!block && !fail) block = make(size);
     if (!block && !fail) {
-      flush();
+      flush(held);
       stats.num_alloc_retries++;
       block = make(size);
     }
@@ -393,8 +400,8 @@ struct SimAllocator final : c10::DeviceAllocator {
   }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {
-    std::lock_guard<std::mutex> held(mutex);
-    flush();
+    std::unique_lock<std::mutex> held(mutex);
+    flush(held);
   }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
     if (!pointer.get_context()) return;
