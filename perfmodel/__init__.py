@@ -1,4 +1,4 @@
-"""Everything about an optimizer update that can be decided without a tensor. Needs numpy and scipy, never torch."""
+"""Everything about an optimizer update that can be decided without a tensor. Needs numpy, never torch."""
 
 from perfmodel.plan import Placement, Plan
 from perfmodel.timeline import Lane, Op, Span, Timeline

@@ -1,25 +1,36 @@
-"""The least update time that any plan could have on a machine: a linear program over its lanes."""
+"""The least time of any plan on a machine: sums of work by lane, over a grid of shares on CPU and GPU."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import scipy  # which loads `optimize`, three quarters of a second, when it is first asked for
 
 from perfmodel.demand import Demand, demands, operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import CPU, D2H, H2D, LANES, Stream, speeds_by_busy_lanes
+from perfmodel.lanes import CPU, D2H, DISK_READ, DISK_WRITE, H2D, LANES, Stream, speeds_by_busy_lanes
 from perfmodel.plan import Placement
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope
 from perfmodel.workload import WEIGHT_WINDOW, SubgroupLoad, Workload, peak_room
 
 MOST_SUMS = 100_000
 """The most sums of sizes of subgroups that are tried."""
+FARTHEST = 1e24
+"""Rates that are farther apart leave no digits of sums."""
+EXACT = 3e-4
+"""The share by which the bound may be below the least that its assumptions allow."""
+FIRST_CELLS, PARTS, CELLS_AT_ONCE, ROUNDS, FEW_ROUNDS = 16, 4, 128, 8, 2
+"""Cells of each share at first, and the parts into which the lowest ones are divided, this many at a time; where more
+rounds for each dimension were needed, the bound is less exact. Few are enough where the least moves little."""
+
+
+Cells = tuple[np.ndarray, np.ndarray]
+"""Lower and upper ends of ranges, a row for each cell: of the share of the parameters on the CPU, of that and the one
+which is streamed together, and of the share of weights that stream."""
 
 
 @dataclass(frozen=True)
@@ -43,237 +54,317 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
     Of a step that finds all as its plan wants it: parameters that the host has to fetch after updates
     on the device, as halves of their masters, come on top.
 
-    Subgroups may be split over placements and lanes never wait for each other, so every plan's time is
-    at least this. The variables:
+    A plan divides the parameters into shares on the CPU, streamed and resident, and keeps a share of weights on the
+    device. `_Sums` has each lane's work for such shares. Lanes never wait for each other, so no plan with these shares
+    is faster than the busiest lanes under the simulator's sharing of host DRAM. All sums grow with each share, so the
+    time at the lower ends of a cell, a range of each share, is a bound for the cell. The cells that may have the least
+    are divided until their bounds are exact.
 
-        x, y, z         the parts of each subgroup on the CPU, streamed and resident; x + y + z = 1
-        t, u            for each set of CPU, H2D and D2H the time during which exactly those are busy:
-                        t while the GPU updates resident subgroups, which it does first, u afterwards
-        early           gradients that leave beside an overlapped backward, in seconds of D2H
-        filling         slots that are filled beside it, in seconds of H2D
-        first           slots that are filled for the first time, beside it or not, likewise
-        away            bytes of saved tensors that leave, over those of all state
-        stall           time for which an overlapped backward waits for them
-        disk            the parts of each subgroup on disk
-        reading, writing, both      the time for which the disk reads, writes or does both, after backward
-        ahead           windows that are filled before that, in seconds of reading
-        weights         the share of the blocks' weights that streams
-        spared          parameters that the CPU has updated and that stay with it for that, in seconds of H2D
-        others          time for which compute waits in the other micro-batches
-        T               the time after backward; it, `stall` and `others` are minimised
-
-    The constraints are the rows of `_solve`, where each has its name. The capacity of a lane is the sum of its speeds
-    over all those sets of lanes, each times its t or u.
-
-    Residents are launched together, so that a launch counts in none of them but in their upper limit, `residents`.
-    `forward` and `backward` are the seconds of those that are overlapped. Beside a forward all goes on
-    but updates on the GPU, which computes it. Speeds are the simulator's: `lanes.lane_speeds`.
-
-    Raises ValueError if the profile's rates are so far apart that the program cannot be solved.
+    Raises ValueError if the profile's rates are so far apart that sums of both have no digits of one.
     """
-    seconds, shares = _solve(workload, profile, scope)
+    names = ("host_bandwidth", *(service.rate for service in LANES.values()))
+    rates = {name: float(getattr(profile, name)) for name in names}
+    lowest, *_, highest = sorted((name for name in rates if math.isfinite(rates[name])), key=rates.__getitem__)
+    if rates[highest] > FARTHEST * rates[lowest]:
+        raise ValueError(
+            f"no lower bound can be computed with profile {profile.name!r}: its rates are too far apart, {lowest} is "
+            f"{rates[lowest]:.3g} and {highest} {rates[highest]:.3g}; measure them with `python -m dos.calibrate`"
+        )
+    sums = _Sums(workload, profile, scope)
+    seconds, best, (on_cpu, at_home, stream), cells = _least(sums, sums.cells, ROUNDS)
+    # Of shares that are as good, those with the most residents.
+    alike = np.array([(on_cpu, u, stream) for u in np.linspace(on_cpu, at_home, 33)])
+    at_home = alike[sums.seconds(alike, alike) <= best * (1 + EXACT) + 1e-12][0, 1]
     faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
     faster["host DRAM"] = "host_bandwidth", "host_bandwidth"
     if math.isinf(workload.host_free_bytes):
         faster = {resource: rates for resource, rates in faster.items() if not resource.startswith("disk")}
 
     def improved(resource: str) -> float:
-        rates = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
-        return _solve(workload, profile.replace(**rates), scope)[0]
+        faster_ones = {rate: 1.01 * getattr(profile, rate) for rate in faster[resource]}
+        return _least(_Sums(workload, profile.replace(**faster_ones), scope), cells, FEW_ROUNDS)[1]
 
-    return Bound(seconds, min(faster, key=improved) if seconds > 0 else "nothing", shares)
-
-
-def _solve(workload: Workload, profile: HardwareProfile, scope: Scope) -> tuple[float, dict[Placement, float]]:
-    """The optimum of `lower_bound`'s program, and the shares of the placements there."""
-    # Weights that stream in any plan move with updates on the device. Of others it is not known.
-    away = workload.streaming(()) if workload.blocks_most == 0 else frozenset()
-    classes = Counter((load, i in away) for i, load in enumerate(workload.subgroups))
-    loads = [load for load, _ in classes]
-    costs = [_costs(load, profile, streams=streams) for load, streams in classes]
-    counts = np.array(list(classes.values()), dtype=float)
-    numel = counts * np.array([load.numel for load in loads])
-    state = np.array([load.state_bytes for load in loads], dtype=float)
-    n = len(counts)
-
-    def total(*streams: Stream, part: int = 0) -> np.ndarray:
-        return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
-
-    each, spills = workload.subgroups[0], math.isfinite(workload.host_free_bytes)
-    saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
-    fetches = [operation_demand(Stream.WEIGHTS, block.nbytes, each, profile) for block in workload.blocks]
-    speeds = _speeds_by_busy_lanes(costs, saves, fetches, profile)
-    cpu, h2d, d2h = speeds.T
-    before = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
-    after = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
-    one = dict.fromkeys(("early", "filling", "first", "T", "away", "stall", "reading", "writing", "both", "ahead"), 1)
-    sizes = dict.fromkeys("xyz", n) | dict.fromkeys("tu", len(speeds)) | one | {"disk": n}
-    if workload.blocks:
-        sizes |= dict.fromkeys(("weights", "spared", "others"), 1)
-
-    def row(**coefficients: np.ndarray | float) -> np.ndarray:
-        return np.concatenate([np.broadcast_to(coefficients.get(name, 0.0), size) for name, size in sizes.items()])
-
-    most = min(sum(saved.nbytes for saved in workload.activations), workload.activation_host_bytes)
-    shared = workload.shared_free_bytes
-    staging = min(workload.update_free_bytes, shared + (most if workload.shares_peak else 0))
-    # A slot takes at least the state of each subgroup that passes through it.
-    fitting = np.floor(staging / np.maximum(state, 1.0))
-    gpu, flush, prefetch, gradient, parameter = (
-        total(s) for s in (Stream.GPU, Stream.FLUSH, Stream.PREFETCH, Stream.GRADIENT, Stream.PARAMETER)
-    )
-    # Gradients that are offloaded leave whatever updates them. Residents have them come up, and weights that stream.
-    returned = np.array([load.returned_bytes > 0 for load in loads])
-    leaves = ~returned if scope.backward is not Phase.OVERLAPPED else np.ones(n)  # else they have left before
-    gradient = gradient * leaves
-    offloaded = gradient * returned
-    come, go = (
-        counts
-        * np.array([max(0.0, c[s].seconds - _alone(load, s, profile)) for c, load in zip(costs, loads, strict=True)])
-        for s in (Stream.PREFETCH, Stream.FLUSH)
-    )
-    takes = counts * state
-    scale = max(float(takes.sum()), 1.0)
-    held = takes / scale
-    filled_bytes = min((takes[i] / prefetch[i] for i in range(n) if prefetch[i] > 0), default=0.0)  # by a second of it
-    fill = min(staging / filled_bytes if filled_bytes else math.inf, float(prefetch.sum()))
-    least = min(most, workload.activation_least_bytes)
-    gone = peak_room(workload.activations, int(least))  # of peak_free_bytes already
-    back = scale / profile.h2d_bandwidth if scope.backward is Phase.OVERLAPPED else 0.0
-    saved = scale / profile.d2h_bandwidth if scope.forward is Phase.OVERLAPPED else 0.0
-    blocks = sorted(block.nbytes for block in workload.blocks)
-    weight_bytes = sum(blocks)
-    compute_s = workload.forward_s + workload.backward_s
-    fetch = weight_bytes / profile.h2d_bandwidth
-    fetch_forward, fetch_backward = (fetch * (phase is Phase.OVERLAPPED) for phase in (scope.forward, scope.backward))
-    fetch_slowly = sum(one.seconds for one in fetches) / h2d[h2d > 0].min()
-    # The most that is there yet when a pass begins, and need not come for it.
-    there = sum(blocks[-WEIGHT_WINDOW:]) / profile.h2d_bandwidth if blocks else 0.0
-    streams_most = sum(blocks[workload.blocks_least :]) / max(weight_bytes, 1)
-    streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(weight_bytes, 1)
-    together = np.maximum(gpu - counts * profile.launch_latency_s, 0.0)  # residents have one launch
-    # Each with the limit that it may not exceed.
-    rows = {
-        # Work of the CPU and of the links, in the time for which they are busy or beside backward.
-        "CPU": (row(x=total(Stream.CPU), t=-cpu, u=-cpu), 0.0),
-        "H2D": (
-            row(x=parameter, y=prefetch, z=come, t=-h2d, u=-h2d, filling=-1, weights=fetch_forward, spared=-1),
-            0.0,
-        ),
-        "streaming up": (row(y=prefetch, u=-h2d, first=-1), 0.0),
-        "D2H": (
-            row(x=gradient, y=flush + offloaded, z=go + offloaded, t=-d2h, u=-d2h, early=-1, away=saved),
-            0.0,
-        ),
-        "streaming down": (row(y=flush, u=-d2h, away=saved), 0.0),
-        # Beside backward, which waits no longer than saved tensors take to come back.
-        "backward, D2H": (row(early=1, stall=-1), before),
-        "backward, H2D": (row(filling=1, away=back, weights=fetch_backward, stall=-1), before + there),
-        "stall": (row(away=-back, weights=-fetch_slowly, stall=1), 0.0),
-        # Gradients that leave early are those of subgroups on the CPU.
-        "early": (row(x=-gradient, y=-offloaded, z=-offloaded, early=1), 0.0),
-        # The GPU updates residents first, streamed subgroups after them, and computes the forward at the end.
-        "residents": (row(z=-gpu, t=1), 0.0),
-        "others": (row(z=together, u=1, T=-1), after),
-        "GPU": (row(y=gpu, z=together, T=-1), 0.0),
-        "fetching": (row(y=prefetch, z=together, first=-1, T=-1), after),
-        "filling": (row(filling=1, first=-1), 0.0),
-    }
-    staying = weight_bytes / scale
-
-    def beside_weights(free: float) -> float:
-        """The free memory that is left if all weights stay; no less than those of blocks that have to."""
-        return max(free - staying, -streams_most * staying) if workload.blocks else free
-
-    read, write = total(Stream.READ), total(Stream.WRITE)
-    windows_read, windows_written = (workload.windows * max(each / counts) for each in (read, write))
-    unwritten = windows_written * workload.reverses
-    limits: dict[str, list[tuple[float, float | None]]] = {
-        **dict.fromkeys(("x", "z", "disk"), [(0.0, 1.0)] * n),
-        "y": [(0.0, 1.0 if size <= staging else 0.0) for size in state],
-        "first": [(0.0, fill)],
-        "away": [(least / scale, most / scale)],
-        "ahead": [(0.0, windows_read)],
-        "weights": [(streams_least, streams_most)],
-    }
-    host = profile.host_bandwidth_per_rank
-    if math.isfinite(host):
-        on_cpu = (total(Stream.GRADIENT, part=1) * leaves + total(Stream.CPU, Stream.PARAMETER, part=1)) / host
-        streamed = total(Stream.PREFETCH, Stream.FLUSH, part=1) / host
-        beside_state = (come * profile.h2d_bandwidth + (go + offloaded) * profile.d2h_bandwidth) / host
-        up, down = profile.h2d_bandwidth / host, profile.d2h_bandwidth / host
-        on_disk = total(Stream.READ, Stream.WRITE, part=1) / host if spills else 0.0
-        ahead = {"early": -down, "filling": -up, "away": saved * down, "ahead": -profile.disk_read_bandwidth / host}
-        ahead |= {"weights": fetch_forward * up, "spared": -up}
-        kept = unwritten * profile.disk_write_bandwidth / host
-        with_gradients = streamed + offloaded * profile.d2h_bandwidth / host
-        rows["host DRAM"] = row(x=on_cpu, y=with_gradients, z=beside_state, disk=on_disk, T=-1, **ahead), after + kept
-        rows["DRAM, others"] = row(y=streamed, z=together, first=-up, T=-1, away=saved * down), after
-    rows["slots"] = row(y=(prefetch + gpu + flush) / np.maximum(fitting, 1.0), T=-1, stall=-1), before + after
-    if math.isfinite(workload.peak_free_bytes):
-        limit = beside_weights((workload.peak_free_bytes - gone) / scale)
-        rows["memory"] = row(z=held, away=-1, weights=-staying), limit
-    if math.isfinite(shared):
-        more = float(workload.shares_peak)
-        limit = beside_weights((shared - more * gone) / scale)
-        rows["memory, shared"] = row(z=held, first=filled_bytes / scale, away=-more, weights=-staying), limit
-    if workload.blocks:
-        # Of each block's parameters and fetches only the bytes are known to be in proportion.
-        upload_s = dict(zip(classes, parameter / counts, strict=True))
-        spared = (
-            sum(upload_s[workload.subgroups[i], i in away] for i in range(b.start, b.stop)) / max(b.nbytes, 1)
-            for b in workload.blocks
-        )
-        rows["spared"] = row(spared=1, weights=-max(spared) * weight_bytes), 0.0
-        rows["spared, CPU"] = row(spared=1, x=-parameter), 0.0
-    if workload.blocks and Phase.ABSENT not in (scope.backward, scope.forward):
-        others = workload.micro_batches - 1
-        rows["micro-batches"] = (
-            row(weights=2 * others * fetch, away=others * back, others=-1),
-            others * (compute_s + 2 * there),
-        )
-    if spills:
-        held_on_host = [load.host_bytes for load in loads]
-        taken = counts * np.array(held_on_host)
-        size, free = max(float(taken.sum()), 1.0), _whole(Counter(workload.subgroups), workload.host_free_bytes)
-        most_resident = max(taken / np.maximum(counts * state, 1)) * (min(workload.peak_free_bytes, shared) + most)
-        if workload.reverses and size - free - most_resident > workload.windows * max(held_on_host):
-            # All windows are taken as the step begins: nothing is read before a write, nor written after the last read.
-            limits |= {"reading": [(min(read / counts), None)], "writing": [(min(write / counts), None)]}
-        read_beside = profile.disk_read_bandwidth_duplex / profile.disk_read_bandwidth
-        write_beside = profile.disk_write_bandwidth_duplex / profile.disk_write_bandwidth
-        rows |= {
-            # State that does not fit on the host is read and written, but for the state that is in windows yet.
-            "host": (row(x=taken / size, y=taken / size, disk=-taken / size), free / size),
-            "disk read": (row(disk=read, reading=-1, both=-read_beside, ahead=-1), 0.0),
-            "disk write": (row(disk=write, writing=-1, both=-write_beside), unwritten),
-            "disk": (row(reading=1, writing=1, both=1, T=-1), after),
-            "ahead": (row(ahead=1, stall=-1), windows_read if workload.reverses else before),
-        }
-    program = partial(
-        scipy.optimize.linprog,
-        row(T=1, stall=1, others=1),
-        A_ub=np.array([coefficients for coefficients, _ in rows.values()]),
-        b_ub=np.array([limit for _, limit in rows.values()]),
-        A_eq=np.array([row(x=each, y=each, z=each) for each in np.eye(n)]),
-        b_eq=np.ones(n),
-        bounds=[limit for name, size in sizes.items() for limit in limits.get(name, [(0.0, None)] * size)],
-        method="highs",
-    )
-    solution = program()
-    if solution.x is None:  # presolve may call a program of far too short times infeasible
-        solution = program(options={"presolve": False})
-    if solution.x is None or solution.fun is None:
-        names = ("host_bandwidth", *(service.rate for service in LANES.values()))
-        rates = {name: float(getattr(profile, name)) for name in names}
-        lowest, *_, highest = sorted(rates, key=rates.__getitem__)
-        raise ValueError(
-            f"no lower bound can be computed with profile {profile.name!r}: its rates are too far apart, {lowest} is "
-            f"{rates[lowest]:.3g} and {highest} {rates[highest]:.3g}; measure them with `python -m dos.calibrate`"
-        )
-    parts = (solution.x[: 3 * n].reshape(3, n) @ numel) / max(float(numel.sum()), 1.0)
+    shares = float(on_cpu), float(at_home - on_cpu), float(1.0 - at_home)
     order = (Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT)
-    return float(solution.fun), {p: float(share) for p, share in zip(order, parts, strict=True)}
+    binding = min(faster, key=improved) if seconds > 0 else "nothing"
+    return Bound(seconds, binding, dict(zip(order, shares, strict=True)))
+
+
+def _least(sums: _Sums, cells: Cells, rounds: int) -> tuple[float, float, np.ndarray, Cells]:
+    """A bound of all plans, the time at the best point that was found, that point, and the lowest cells in the end."""
+    low, high = cells
+    varies = [column for column in range(3) if (high[:, column] > low[:, column]).any()]
+    found, best, point = sums.seconds(low, high), math.inf, high[0]
+    for _ in range(rounds * len(varies)):
+        order = np.argsort(found, kind="stable")[:CELLS_AT_ONCE]
+        ends = np.stack([low[order], high[order]])
+        at = np.concatenate(
+            [np.column_stack([ends[x, :, 0], ends[u, :, 1], ends[0, :, 2]]) for x in (0, 1) for u in (0, 1)]
+        )
+        at[:, 0] = np.minimum(at[:, 0], at[:, 1])
+        tried = sums.seconds(at, at)
+        if tried.min() < best:
+            best, point = float(tried.min()), at[tried.argmin()]
+        kept = found < best * (1 - EXACT)
+        if not kept.any():
+            break
+        chosen = order[kept[order]]
+        kept[chosen] = False
+        # Each in the dimension in which that raises the bounds of its parts most.
+        parts = np.stack([_divided(low[chosen], high[chosen], column) for column in varies])
+        bounds = np.stack([sums.seconds(*each.reshape(2, -1, 3)).reshape(-1, PARTS) for each in parts])
+        gains = np.minimum(bounds, best).mean(axis=2) * (1 + 1e-9 * (high - low)[chosen][:, varies].T)
+        column, row = gains.argmax(axis=0), np.arange(len(chosen))
+        low, high = (
+            np.concatenate([each[kept], parts[column, end, row].reshape(-1, 3)]) for end, each in enumerate((low, high))
+        )
+        found = np.concatenate([found[kept], bounds[column, row].ravel()])
+    lowest = np.argsort(found, kind="stable")[: 4 * CELLS_AT_ONCE]
+    return min(float(found.min()), best * (1 - EXACT)), best, point, (low[lowest], high[lowest])
+
+
+def _divided(low: np.ndarray, high: np.ndarray, column: int) -> np.ndarray:
+    """The lower and upper ends of the parts of each cell, of equal width in one dimension."""
+    ends = np.repeat(np.stack([low, high])[:, :, None], PARTS, axis=2)
+    edges = np.linspace(low[:, column], high[:, column], PARTS + 1, axis=-1)
+    ends[0, ..., column], ends[1, ..., column] = edges[:, :-1], edges[:, 1:]
+    return ends
+
+
+class _Sums:
+    """The work of each lane for plans of one workload, by their shares.
+
+    Of backward's, forward's and the updates' work each lane has to do its own after backward, but for what can go on
+    beside it: gradients that leave, slots and windows that are filled. Beside a forward all goes on but updates on the
+    GPU, which computes it. Residents are launched together. Gradients that are offloaded leave whatever updates them,
+    and come up for updates on the GPU.
+    """
+
+    def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope) -> None:
+        self._workload, self._profile, self._scope = workload, profile, scope
+        # Weights that stream in any plan move with updates on the device. Of others it is not known.
+        away = workload.streaming(()) if workload.blocks_most == 0 else frozenset()
+        classes = Counter((load, i in away) for i, load in enumerate(workload.subgroups))
+        loads, counts = [load for load, _ in classes], np.array(list(classes.values()), dtype=float)
+        costs = [_costs(load, profile, streams=streams) for load, streams in classes]
+        self._beside = scope.backward is Phase.OVERLAPPED
+        self._forward_s = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
+        size = counts * np.maximum([load.numel for load in loads], 1)
+
+        def least(totals: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """The least of `totals`, by class, for a share of the parameters: of those that have least each."""
+            order = np.argsort(totals / size, kind="stable")
+            shares = np.cumsum(size[order]) / size.sum()
+            return np.append(0.0, shares), np.append(0.0, np.cumsum(np.asarray(totals)[order]))
+
+        def total(*streams: Stream, part: int = 0) -> np.ndarray:
+            return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
+
+        def beyond(stream: Stream) -> np.ndarray:
+            """Seconds of a stream for what goes with the state."""
+            alone = [operation_demand(stream, load.state_bytes, load, profile).seconds for load in loads]
+            return np.maximum(total(stream) - counts * alone, 0.0)
+
+        returned = np.array([load.returned_bytes > 0 for load in loads])
+        gradient = total(Stream.GRADIENT) * (1.0 if self._beside else ~returned)  # else they have left before
+        offloaded = gradient * returned
+        gpu, prefetch, flush = total(Stream.GPU), total(Stream.PREFETCH), total(Stream.FLUSH)
+        come, go = beyond(Stream.PREFETCH), beyond(Stream.FLUSH) + offloaded
+        zero = np.zeros(len(counts))
+
+        def moved(*streams: Stream) -> np.ndarray:
+            return total(*streams, part=1)
+
+        # Bytes of host DRAM: of gradients that leave for the CPU, or leave though they are offloaded, and of residents.
+        left = moved(Stream.GRADIENT) * (gradient > 0)
+        back = left * returned
+        held = counts * [load.state_bytes for load in loads]
+        through = moved(Stream.PREFETCH, Stream.FLUSH) - 2 * held + back
+        tables = {
+            "CPU": (total(Stream.CPU), zero, zero),
+            "parameters": (total(Stream.PARAMETER), zero, zero),
+            "H2D": (zero, prefetch, come),
+            "D2H": (gradient, flush + offloaded, go),
+            "gradients": (gradient, offloaded, offloaded),
+            "GPU": (zero, gpu, np.maximum(gpu - counts * profile.launch_latency_s, 0.0)),
+            "slots": (zero, prefetch + gpu + flush, zero),
+            "host": (moved(Stream.CPU, Stream.PARAMETER) + left, moved(Stream.PREFETCH, Stream.FLUSH) + back, through),
+            "state": (zero, zero, held),
+        }
+        self._tables = {name: [least(each) for each in by_placement] for name, by_placement in tables.items()}
+
+        blocks = sorted(block.nbytes for block in workload.blocks)
+        self._weights = float(sum(blocks))
+        self.streams_most = sum(blocks[workload.blocks_least :]) / max(self._weights, 1)
+        self.streams_least = sum(blocks[: len(blocks) - int(min(workload.blocks_most, len(blocks)))]) / max(
+            self._weights, 1
+        )
+        trained = sum(block.nbytes for block in workload.blocks if block.stop)
+        self._untrained = self._weights - trained  # backward ends where nothing is trained any more
+        # The most that is there yet when a pass begins, and need not come for it.
+        self._there = sum(blocks[-WEIGHT_WINDOW:]) / profile.h2d_bandwidth
+
+        def spared(part: int) -> float:
+            """The most that uploads of parameters fall if all weights stream, in seconds or bytes."""
+            upload = dict(zip(classes, total(Stream.PARAMETER, part=part) / counts, strict=True))
+            parts = [
+                sum(upload[workload.subgroups[i], i in away] for i in range(block.start, block.stop))
+                / max(block.nbytes, 1)
+                for block in workload.blocks
+            ]
+            return self._weights * max(parts, default=0.0)
+
+        self._spared = spared(0), spared(1)
+
+        sums = list(itertools.accumulate((saved.nbytes for saved in workload.activations), initial=0))
+        moves = min(sums[-1], workload.activation_host_bytes)
+        self._leave_least = max(nbytes for nbytes in sums if nbytes <= min(workload.activation_least_bytes, moves))
+        gone = peak_room(workload.activations, int(min(workload.activation_least_bytes, moves)))
+        self._gained = max(0.0, peak_room(workload.activations, sums[-1]) - gone)  # at most
+        self._gone = gone
+        self._slot_bytes = workload.slot_bytes
+        self._one_slot = bool(returned.any())  # in any case
+        self._most_prefetch = max(c[Stream.PREFETCH].seconds for c in costs)
+
+        each = workload.subgroups[0]
+        saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
+        fetches = [operation_demand(Stream.WEIGHTS, block.nbytes, each, profile) for block in workload.blocks]
+        links = _speeds(
+            {
+                CPU: [c[Stream.CPU] for c in costs],
+                H2D: [c[s] for c in costs for s in (Stream.PARAMETER, Stream.PREFETCH)] + fetches,
+                D2H: [c[s] for c in costs for s in (Stream.GRADIENT, Stream.FLUSH)] + saves,
+            },
+            profile,
+        )
+        self._prices = _prices(links)
+        idle = links[:, 0] == 0  # the CPU, while backward lasts
+        self._fastest = np.maximum(links[idle].max(axis=0), 1.0)
+        self._beside_speed = (links[idle] @ self._prices.T).max(axis=0)
+
+        self._spills = math.isfinite(workload.host_free_bytes)
+        if self._spills:
+            held = np.array([max(load.host_bytes, 1) for load in loads], dtype=float)
+            self._at_home = least(counts * [load.host_bytes for load in loads])
+            self._home = _whole(Counter(workload.subgroups), workload.host_free_bytes)
+            found = {}
+            for name, stream in (("read", Stream.READ), ("write", Stream.WRITE)):
+                one = np.array([c[stream].seconds for c in costs])
+                found[name] = float((one / held).min()), workload.windows * float(one.max())
+            self._read, self._write = found["read"], found["write"]
+            state = [load.state_bytes for load in loads]
+            self._state = float((state / held).min()), workload.windows * max(state)
+            ways = {DISK_READ: [c[Stream.READ] for c in costs], DISK_WRITE: [c[Stream.WRITE] for c in costs]}
+            self._disk_prices = _prices(_speeds(ways, profile.replace(host_bandwidth=math.inf)))
+
+    @property
+    def cells(self) -> Cells:
+        """Cells of all shares."""
+        state, share = self._tables["state"][2][::-1]
+        room = min(self._workload.peak_free_bytes, self._workload.shared_free_bytes) + self._gained
+        least = 1.0 - float(np.interp(room, state, share)) if room < state[-1] else 0.0  # at home
+        on_cpu, at_home = (np.linspace(first, 1.0, FIRST_CELLS + 1) for first in (0.0, least))
+        ends = [
+            [(x, u, stream) for x in on_cpu[part] for u in at_home[part]]
+            for part, stream in ((slice(-1), self.streams_least), (slice(1, None), self.streams_most))
+        ]
+        low, high = np.array(ends)
+        some = low[:, 0] <= high[:, 1]
+        return low[some], high[some]
+
+    def seconds(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Seconds that any plan adds to compute, by cell; infinite where there is no memory for one."""
+        work, profile, table = self._workload, self._profile, self._tables
+        on_cpu, at_home, stream = low.T
+        streamed, resident = np.maximum(at_home - high[:, 0], 0.0), np.maximum(1.0 - high[:, 1], 0.0)
+        shares = on_cpu, streamed, resident
+
+        def sum_of(name: str, *placements: int) -> np.ndarray:
+            found = (np.interp(shares[p], *table[name][p]) for p in placements or range(3))
+            return np.sum(list(found), axis=0)
+
+        # Memory: state that stays, a slot, weights that stay, and saved tensors that make room for them.
+        state, stay = sum_of("state", 2), (1.0 - high[:, 2]) * self._weights
+        needed = state + np.maximum(stay - (1.0 - self.streams_most) * self._weights, 0.0)
+        stays = (1.0 - self.streams_most) * self._weights
+        slot = np.where(streamed > 0, 0.0 if self._one_slot else self._slot_bytes, 0.0)
+        free, shared = max(work.peak_free_bytes - stays, 0.0), max(work.shared_free_bytes - stays, 0.0)
+        short = np.maximum(needed - free, 0.0)
+        if work.shares_peak:
+            short = np.maximum(short, needed + slot - shared)
+        left = shared + self._gained * work.shares_peak - needed
+        slots = np.floor(np.minimum(work.update_free_bytes, np.maximum(left, 0.0)) / max(self._slot_bytes, 1) + 1e-9)
+        slots = np.maximum(slots, float(self._one_slot))
+        no_room = (short > self._gained) | (needed + slot > shared + self._gained * work.shares_peak)
+        no_room |= (streamed > 0) & (slots < 1) & (self._slot_bytes > 0)
+        leave = np.maximum(self._leave_least, np.where(short > 0, short + self._gone, 0.0))
+
+        # Backward, beside which saved tensors and weights come.
+        absent, whole = scope_of(self._scope)
+        backward_s = 0.0 if absent else work.backward_s
+        restore, fetch = leave / profile.h2d_bandwidth, self._weights / profile.h2d_bandwidth
+        fetch_back = np.maximum(stream * self._weights - self._untrained, 0.0) / profile.h2d_bandwidth
+        comes = np.zeros_like(restore) if absent else restore + fetch_back
+        stall = np.maximum(comes / self._fastest[1] - self._there - backward_s, 0.0)
+        before = (backward_s + stall) * self._beside
+        others = np.zeros_like(stall)
+        if whole:
+            more = comes + stream * fetch - 2 * self._there * bool(work.blocks)
+            others = (work.micro_batches - 1) * np.maximum(
+                more / self._fastest[1] - work.backward_s - work.forward_s, 0.0
+            )
+
+        # Each lane's work after backward.
+        saved = leave / profile.d2h_bandwidth if self._forward_s else 0.0
+        fetched = (fetch, self._weights) if self._forward_s else (0.0, 0.0)
+        # By weights that stream more comes, but for parameters that the CPU has updated and that stay with it.
+        more_s, more_bytes = (
+            (each - spared) * (stream if each > spared else high[:, 2])
+            for each, spared in zip(fetched, self._spared, strict=True)
+        )
+        comes_s = np.maximum(sum_of("parameters", 0) + more_s, fetched[0] * stream)
+        up, down = sum_of("H2D") + comes_s, sum_of("D2H") + saved
+        early = np.minimum(sum_of("gradients"), before * self._fastest[2])
+        filled = np.minimum(np.where(slots > 0, slots, 0.0) * self._most_prefetch, before * self._fastest[1])
+        filled = np.minimum(filled, sum_of("H2D"))
+        lanes = np.stack([sum_of("CPU", 0), up, down], axis=-1)
+        ahead = filled[:, None] * self._prices[:, 1] + early[:, None] * self._prices[:, 2]
+        ahead = np.minimum(ahead, before[:, None] * self._beside_speed)
+        seconds = (lanes @ self._prices.T - ahead).max(axis=-1)
+        seconds = np.maximum(seconds, sum_of("GPU") + self._forward_s)
+        with np.errstate(invalid="ignore"):
+            turns = (sum_of("slots", 1) - filled) / np.maximum(slots, 1.0)
+        seconds = np.maximum(seconds, np.where(streamed > 0, turns, 0.0))
+        rate = profile.host_bandwidth_per_rank
+        before_s = np.minimum((filled * profile.h2d_bandwidth + early * profile.d2h_bandwidth) / rate, before)
+        traffic = (sum_of("host") + more_bytes + leave * bool(self._forward_s)) / rate - before_s
+        seconds = np.maximum(seconds, traffic) - self._forward_s
+        if self._spills:
+            seconds = np.maximum(seconds, self._disk(at_home, traffic, backward_s + stall))
+        return np.where(no_room, math.inf, np.maximum(seconds, 0.0) + stall + others)
+
+    def _disk(self, at_home: np.ndarray, traffic: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """Seconds that the disk adds. traffic: seconds of host DRAM for other work; before: seconds of backward."""
+        work = self._workload
+        on_disk = np.maximum(np.interp(at_home, *self._at_home) - self._home, 0.0)
+        kept = self._read[1] if work.reverses else 0.0
+        read = np.maximum(on_disk * self._read[0] - kept, 0.0)
+        if not work.reverses:  # windows are empty, and reads wait for nothing else
+            read = np.maximum(read - np.minimum(self._read[1], before), 0.0)
+        write = np.maximum(on_disk * self._write[0] - self._write[1] * work.reverses, 0.0)
+        lanes = np.stack([read, write], axis=-1)
+        # Forward that waits for all the rest does not wait for writes.
+        forward_s = 0.0 if self._scope.forward is Phase.ABSENT else work.forward_s
+        both = (lanes @ self._disk_prices.T).max(axis=-1) - forward_s
+        moved = np.maximum(on_disk * self._state[0] - self._state[1] * work.reverses, 0.0)
+        first = np.minimum(self._state[1], before * self._profile.disk_read_bandwidth) * (not work.reverses)
+        moved = np.maximum(2 * moved - first, 0.0) / self._profile.host_bandwidth_per_rank
+        return np.maximum.reduce([both, read - self._forward_s, traffic + moved - forward_s])
+
+
+def scope_of(scope: Scope) -> tuple[bool, bool]:
+    """Whether there is no backward, and whether both are there."""
+    return scope.backward is Phase.ABSENT, Phase.ABSENT not in (scope.backward, scope.forward)
 
 
 def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> dict[Stream, Demand]:
@@ -287,11 +378,6 @@ def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> di
     if streams:
         found[Stream.PARAMETER] = Demand(0.0, 0.0)
     return found
-
-
-def _alone(load: SubgroupLoad, stream: Stream, profile: HardwareProfile) -> float:
-    """Seconds in which state travels without anything beside it."""
-    return operation_demand(stream, load.state_bytes, load, profile).seconds
 
 
 def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
@@ -308,23 +394,30 @@ def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
     return max(sums)
 
 
-def _speeds_by_busy_lanes(
-    costs: Sequence[dict[Stream, Demand]], saves: Sequence[Demand], fetches: Sequence[Demand], profile: HardwareProfile
-) -> np.ndarray:
-    """Speeds of CPU, H2D and D2H, one row for each set of them that is busy, 0 for the others.
+def _speeds(operations: dict[int, list[Demand]], profile: HardwareProfile) -> np.ndarray:
+    """Speeds of lanes, one row for each set of them that is busy, 0 for the others.
 
     Where operations differ in their demand on host DRAM the least one counts: no plan is faster.
     """
-
-    def least(*streams: Stream, others: Sequence[Demand] = ()) -> float:
-        found = [*others, *(c[stream] for c in costs for stream in streams)]
-        return min((each.rate for each in found if each.traffic > 0), default=0.0)
-
     asked = {
-        CPU: least(Stream.CPU),
-        H2D: least(Stream.PARAMETER, Stream.PREFETCH, others=fetches),
-        D2H: least(Stream.GRADIENT, Stream.FLUSH, others=saves),
+        lane: min((each.rate for each in found if each.seconds > 0), default=0.0) for lane, found in operations.items()
     }
     speeds = speeds_by_busy_lanes(asked, profile)
-    busy = np.arange(len(speeds))[:, None] >> np.arange(len(asked)) & 1
-    return speeds * busy
+    return speeds * (np.arange(len(speeds))[:, None] >> np.arange(len(asked)) & 1)
+
+
+def _prices(speeds: np.ndarray) -> np.ndarray:
+    """Seconds that a second of each lane's work is worth, in rows, each as much as can be at these speeds.
+
+    No set of busy lanes does work that is worth more than a second in a second, so the worth of all work is a bound of
+    its time; the most of all rows is the least time in which sets of lanes in turn could do it.
+    """
+    n = speeds.shape[1]
+    limits = np.vstack([speeds[1:], np.eye(n)])
+    most = np.append(np.ones(len(speeds) - 1), np.zeros(n))
+    chosen = np.array(list(itertools.combinations(range(len(limits)), n)))
+    square = limits[chosen]
+    solved = np.abs(np.linalg.det(square)) > 1e-12
+    found = np.linalg.solve(square[solved], most[chosen][solved][..., None])[..., 0]
+    found = found[(found >= -1e-12).all(axis=1)].clip(0.0)
+    return np.unique(found / np.maximum(found @ speeds.T, 1.0).max(axis=1, keepdims=True), axis=0)
