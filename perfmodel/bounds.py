@@ -21,9 +21,10 @@ MOST_SUMS = 100_000
 """The most sums of sizes of subgroups that are tried."""
 FARTHEST = 1e24
 """Rates that are farther apart leave no digits of sums."""
-EXACT = 3e-4
-"""The share by which the bound may be below the least that its assumptions allow."""
-FIRST_CELLS, PARTS, CELLS_AT_ONCE, ROUNDS, FEW_ROUNDS = 16, 4, 128, 8, 2
+EXACT, NEAR, FEW = 1e-8, 3e-4, 32
+"""The share by which the bound may be below the least that its assumptions allow; and the one with which more than few
+cells are left as they are."""
+FIRST_CELLS, PARTS, CELLS_AT_ONCE, ROUNDS, FEW_ROUNDS = 16, 4, 128, 12, 2
 """Cells of each share at first, and the parts into which the lowest ones are divided, this many at a time; where more
 rounds for each dimension were needed, the bound is less exact. Few are enough where the least moves little."""
 
@@ -74,7 +75,7 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
     seconds, best, (on_cpu, at_home, stream), cells = _least(sums, sums.cells, ROUNDS)
     # Of shares that are as good, those with the most residents.
     alike = np.array([(on_cpu, u, stream) for u in np.linspace(on_cpu, at_home, 33)])
-    at_home = alike[sums.seconds(alike, alike) <= best * (1 + EXACT) + 1e-12][0, 1]
+    at_home = alike[sums.seconds(alike, alike) <= best * (1 + NEAR) + 1e-12][0, 1]
     faster = {lane.value: (service.rate, service.duplex or service.rate) for lane, service in LANES.items()}
     faster["host DRAM"] = "host_bandwidth", "host_bandwidth"
     if math.isinf(workload.host_free_bytes):
@@ -106,7 +107,7 @@ def _least(sums: _Sums, cells: Cells, rounds: int) -> tuple[float, float, np.nda
         if tried.min() < best:
             best, point = float(tried.min()), at[tried.argmin()]
         kept = found < best * (1 - EXACT)
-        if not kept.any():
+        if not kept.any() or (found.min() > best * (1 - NEAR) and np.count_nonzero(kept) > FEW):
             break
         chosen = order[kept[order]]
         kept[chosen] = False
