@@ -251,7 +251,7 @@ class _Sums:
             found = {}
             for name, stream in (("read", Stream.READ), ("write", Stream.WRITE)):
                 one = np.array([c[stream].seconds for c in costs])
-                found[name] = float((one / held).min()), workload.windows * float(one.max())
+                found[name] = float((one / held).min()), workload.windows * float(one.max()), float(one.min())
             self._read, self._write = found["read"], found["write"]
             state = [load.state_bytes for load in loads]
             self._state = float((state / held).min()), workload.windows * max(state)
@@ -356,7 +356,11 @@ class _Sums:
         lanes = np.stack([read, write], axis=-1)
         # Forward that waits for all the rest does not wait for writes.
         forward_s = 0.0 if self._scope.forward is Phase.ABSENT else work.forward_s
-        both = (lanes @ self._disk_prices.T).max(axis=-1) - forward_s
+        # If all windows are taken as the step begins, nothing is read before a write, nor written after the last read.
+        taken = work.windows * max(load.host_bytes for load in work.subgroups)
+        alone = np.where((on_disk > taken)[:, None] & work.reverses, [self._read[2], self._write[2]], 0.0)
+        alone = np.minimum(alone, lanes)
+        both = ((lanes - alone) @ self._disk_prices.T).max(axis=-1) + alone.sum(axis=-1) - forward_s
         moved = np.maximum(on_disk * self._state[0] - self._state[1] * work.reverses, 0.0)
         first = np.minimum(self._state[1], before * self._profile.disk_read_bandwidth) * (not work.reverses)
         moved = np.maximum(2 * moved - first, 0.0) / self._profile.host_bandwidth_per_rank
