@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,47 +16,72 @@ from dos.torch_internals.operators import copy_all, tensor_at
 _WORD = torch.int64.itemsize
 
 
+class _Part(NamedTuple):
+    """The bits of one piece.
+
+    address: of the memory of which they are. words: whole rows of 64-bit words, None if there is none; row: of their
+    sums. others: the elements around these; run: of their bits.
+    """
+
+    address: int
+    words: Tensor | None
+    row: int
+    others: list[Tensor]
+    run: slice
+
+
 class BitSums:
     """The bits of one subgroup's parameters as they were, compared with them as they are, piece by piece.
 
     As `fingerprint`, of each piece: the sums of its 64-bit words in columns, and the elements that fill no row.
-    `remember` and `compare` queue work, in the current queue of the device, and wait for nothing: a reduction for each
+    All of it allocates and queues work in the current queue of the device, and waits for nothing: a reduction for each
     piece and one to four operations for all. `other` reads the answer of the last comparison, once that has ended.
 
     known: the pieces whose bits are remembered. compared: those compared since.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._addresses = _addresses(pieces)
-        device, dtype = pieces[0].record.flat.device, pieces[0].record.flat.dtype
-        bits = torch.int32 if dtype.itemsize == torch.int32.itemsize else torch.int16
-        words, self._others = list[tuple[Piece, Tensor]](), list[tuple[Piece, list[Tensor]]]()
-        for piece, address in zip(pieces, self._addresses, strict=True):
-            found, others = _cut(address, piece.numel, bits, device)
-            self._others.append((piece, others))
-            if found is not None:
-                words.append((piece, found))
-        self._words = words
-        lengths = [len(each) for _, found in self._others for each in found]
+    def __init__(self, pieces: Sequence[Piece], before: BitSums | None = None) -> None:
+        """before: of the same pieces, of which some have other memory now; the others are known as they were."""
+        flat = pieces[0].record.flat
+        bits = torch.int32 if flat.dtype.itemsize == torch.int32.itemsize else torch.int16
+        self._parts: dict[Piece, _Part] = {}
+        rows = rests = 0
+        for piece in pieces:
+            address = _address(piece)
+            words, others = _cut(address, piece.numel, bits, flat.device)
+            run = slice(rests, rests + sum(map(len, others)))
+            self._parts[piece] = _Part(address, words, rows, others, run)
+            rows, rests = rows + (words is not None), run.stop
         # Twice: as they were, and as they are.
-        self._sums = torch.zeros(2, len(words), COLUMNS, dtype=torch.int64, device=device)
-        self._rests = torch.zeros(2, sum(lengths), dtype=bits, device=device)
-        self._split_rests = [list(rests.split(lengths)) if lengths else [] for rests in self._rests]
-        self._differs = torch.empty(self._sums[0].numel() + sum(lengths), dtype=torch.bool, device=device)
-        self.known: set[Piece] = set()
+        self._sums = torch.zeros(2, rows, COLUMNS, dtype=torch.int64, device=flat.device)
+        self._rests = torch.zeros(2, rests, dtype=bits, device=flat.device)
+        self._differs = torch.empty(rows * COLUMNS + rests, dtype=torch.bool, device=flat.device)
+        self.known = set[Piece]() if before is None else set(before.comparable(pieces))
         self.compared: set[Piece] = set()
         self._ever: Tensor | None = None
         self._answers: dict[int, Tensor] = {}
+        if before is not None:
+            self._before = before._sums, before._rests  # held: another queue may have allocated them, this one reads
+            for piece in self.known:
+                part, was = self._parts[piece], before._parts[piece]
+                self._rests[0, part.run] = before._rests[0, was.run]
+                if part.words is not None:
+                    self._sums[0, part.row] = before._sums[0, was.row]
 
     @property
     def current(self) -> bool:
-        """Whether the parameters have the memory for which this was made."""
-        return self._addresses == _addresses(self._pieces)
+        """Whether all parameters have the memory for which this was made."""
+        return all(part.address == _address(piece) for piece, part in self._parts.items())
+
+    def comparable(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Return those of the pieces that are known and have the memory for which this was made."""
+        return [piece for piece in pieces if piece in self.known and self._parts[piece].address == _address(piece)]
 
     def remember(self, pieces: Collection[Piece]) -> None:
         """Remember the bits of these pieces."""
         self._write(0, pieces)
+        self.known.update(pieces)
+        self.compared.clear()
 
     def compare(self, pieces: Collection[Piece], answer: int, *, ever: bool = False) -> None:
         """Compare the bits of these pieces with those remembered; see `other`.
@@ -62,6 +89,10 @@ class BitSums:
         answer: a number for each answer that must last while others are given. ever: whether the answer keeps what
         earlier ones have found.
         """
+        if ever:
+            # Else it would keep, too, how pieces that are not compared now differed long ago.
+            self._sums[1].copy_(self._sums[0])
+            self._rests[1].copy_(self._rests[0])
         self._write(1, pieces)
         sums = self._sums[0].numel()
         torch.ne(self._sums[0].view(-1), self._sums[1].view(-1), out=self._differs[:sums])
@@ -70,23 +101,17 @@ class BitSums:
         if ever:
             differs = self._ever = differs.clone() if self._ever is None else self._ever.logical_or_(differs)
         if answer not in self._answers:
-            pinned = differs.device.type != "cpu"
-            self._answers[answer] = torch.zeros(len(differs), dtype=torch.bool, device="cpu", pin_memory=pinned)
+            self._answers[answer] = _on_host(len(differs), pinned=differs.device.type != "cpu")
         self._answers[answer].copy_(differs, non_blocking=True)
 
-    def _write(self, place: int, pieces: Collection[Piece]) -> None:
-        chosen = set(pieces)
-        for number, (piece, words) in enumerate(self._words):
-            if piece in chosen:
-                torch.sum(words, 0, out=self._sums[place, number])
+    def _write(self, place: int, pieces: Iterable[Piece]) -> None:
         targets, sources = list[Tensor](), list[Tensor]()
-        rests = iter(self._split_rests[place])
-        for piece, found in self._others:
-            for each in found:
-                rest = next(rests)
-                if piece in chosen:
-                    targets.append(rest)
-                    sources.append(each)
+        for part in map(self._parts.__getitem__, pieces):
+            if part.words is not None:
+                torch.sum(part.words, 0, out=self._sums[place, part.row])
+            if part.others:
+                targets += self._rests[place, part.run].split([*map(len, part.others)])
+                sources += part.others
         if targets:
             copy_all(targets, sources)
 
@@ -95,19 +120,24 @@ class BitSums:
         differs = self._answers[answer]
         if not differs.any():  # as in most steps
             return set()
-        sums = differs[: self._sums[0].numel()].view(-1, COLUMNS)
-        found = {piece for (piece, _), row in zip(self._words, sums, strict=True) if row.any()}
-        start = sums.numel()
-        for piece, others in self._others:
-            end = start + sum(map(len, others))
-            if differs[start:end].any():
-                found.add(piece)
-            start = end
-        return found.intersection(pieces)
+        sums, rests = differs[: self._sums[0].numel()].view(-1, COLUMNS), differs[self._sums[0].numel() :]
+        parts = ((piece, self._parts[piece]) for piece in pieces)
+        return {
+            p for p, (_, words, row, _, run) in parts if rests[run].any() or (words is not None and sums[row].any())
+        }
 
 
-def _addresses(pieces: Iterable[Piece]) -> list[int]:
-    return [p.record.flat.data_ptr() + p.parameter_start * p.record.flat.itemsize for p in pieces]
+def _on_host(count: int, *, pinned: bool) -> Tensor:
+    """Return a place on the host for an answer."""
+    if pinned:
+        with suppress(RuntimeError):  # nothing more can be pinned; the copy waits for its stream then
+            return torch.zeros(count, dtype=torch.bool, device="cpu", pin_memory=True)
+    return torch.zeros(count, dtype=torch.bool, device="cpu")
+
+
+def _address(piece: Piece) -> int:
+    flat = piece.record.flat
+    return flat.data_ptr() + piece.parameter_start * flat.itemsize
 
 
 def _cut(address: int, numel: int, bits: torch.dtype, device: torch.device) -> tuple[Tensor | None, list[Tensor]]:

@@ -61,20 +61,22 @@ class UnseenWrites:
 
     def remember(self, update: SubgroupUpdate) -> Callable[[], None]:
         """Return what queues sums of the parameters that were updated, behind the copies to them."""
-        subgroup = update.subgroup
-        sums = self._sums.get(subgroup)
-        if sums is None or not sums.current:
-            sums = self._sums[subgroup] = BitSums(subgroup.pieces)
-        pieces = update.pieces
-        sums.known.update(pieces)
-        sums.compared.clear()
-        return partial(sums.remember, pieces)
+        subgroup, pieces = update.subgroup, update.pieces
+
+        def queue() -> None:
+            # Within the job: what the stream of another queue releases, its work may still use.
+            sums = self._sums.get(subgroup)
+            if sums is None or not sums.current:
+                sums = self._sums[subgroup] = BitSums(subgroup.pieces, sums)
+            sums.remember(pieces)
+
+        return queue
 
     def compare(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> Callable[[], None] | None:
         """Return what queues a comparison of these pieces; None if the host has no copy of any that is in use."""
         sums = self._sums.get(subgroup)
-        known = [] if sums is None else [piece for piece in pieces if piece in sums.known]
-        if sums is None or not known or not sums.current:
+        known = [] if sums is None else sums.comparable(pieces)
+        if sums is None or not known:
             return None
         sums.compared.update(known)
         return partial(sums.compare, known, _FIRST)
@@ -90,8 +92,8 @@ class UnseenWrites:
         Returns the job, for which the copy to these parameters must wait.
         """
         sums = self._sums.get(update.subgroup)
-        pieces = [] if sums is None else [piece for piece in update.copied_pieces if piece in sums.compared]
-        if sums is None or not pieces or not sums.current:
+        pieces = [] if sums is None else sums.comparable(p for p in update.copied_pieces if p in sums.compared)
+        if sums is None or not pieces:
             return []
         job = self._device.copy(Op.GRADIENT, number, [], after, partial(sums.compare, pieces, _LAST))
         self._confirmations.append(_Confirmation(sums, pieces, job, _LAST))
@@ -109,11 +111,8 @@ class UnseenWrites:
         if not masters:
             return apply, lambda job: None
         found = ((update, self._sums.get(update.subgroup)) for update in masters)
-        known = [
-            (sums, [piece for piece in update.copied_pieces if piece in sums.known])
-            for update, sums in found
-            if sums is not None and sums.current
-        ]
+        known = [(sums, sums.comparable(update.copied_pieces)) for update, sums in found if sums is not None]
+        known = [(sums, pieces) for sums, pieces in known if pieces]
 
         def compared() -> None:
             for sums, pieces in known:
@@ -135,12 +134,10 @@ class UnseenWrites:
         """
         subgroup = update.subgroup
         copied, sums = update.copied_pieces, self._sums.get(subgroup)
-        compared = sums.compared if sums is not None and sums.current else set()
+        compared = set[Piece]() if sums is None else {*sums.comparable(sums.compared)}
         other = sums.other(compared, _FIRST) if sums is not None and compared else set()
-        if sums is not None and other:
-            # Pieces without a gradient in this step have to be fetched in their next one.
-            subgroup.newest.difference_update(other)
-            sums.known -= other
+        # Pieces without a gradient in this step have to be fetched in their next one, which compares them again.
+        subgroup.newest.difference_update(other)
         # User code may have written to a master: only if the parameter was written to does that come first.
         unknown = subgroup.arena.reads_parameters
         return [piece for piece in copied if piece in other or (unknown and piece not in compared)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from dos import DOSAdam
-from tests.support.gpu import DEVICE, NEEDS_GPU, not_simulated
+from dos.sharding.fingerprint import COLUMNS
+from perfmodel import Op
+from tests.support.gpu import DEVICE, NEEDS_GPU, late, not_simulated
 from tests.support.training import Make, batch, bits, mlp
 from tests.support.unseen_writes import MOMENTS, run
 
@@ -77,3 +80,37 @@ def test_a_write_behind_gradients_that_have_left_is_said_and_later_ones_count(at
         # The device may compare before the write or behind it. One step moves each element by the learning rate or so.
         assert step < 4 or told == [step] or float(model[0].weight.detach().abs().max()) < 0.05
     assert len(told) <= 1
+
+
+def test_sums_are_not_in_memory_that_the_callers_work_still_reads() -> None:
+    """The CPU lane makes them while the caller's work is queued, in memory that the caller has released."""
+    model = mlp(width=256).to(DEVICE)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=10**6, lr=0.01)
+    optimizer.attach(model)
+    inputs = batch(0).to(DEVICE)
+    torch.cuda.synchronize()
+    late(Op.GRADIENT, 0.3)  # until the caller has released its memory
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    taken = [torch.full((2 * 2 * COLUMNS,), 7, dtype=torch.int64, device=DEVICE) for _ in range(8)]
+    torch.cuda._sleep(10**9)
+    read = [torch.empty_like(each).copy_(each) for each in taken]
+    del taken
+    time.sleep(0.7)
+    optimizer.synchronize()
+    torch.cuda.synchronize()
+    assert all(bool((each.cpu() == 7).all()) for each in read)
+
+
+def test_where_nothing_more_can_be_pinned_writes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+
+    def refusing(*shape: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*shape, **settings)
+
+    make, given = making("cpu", "plain"), {"moments": ("after the step",)}
+    expected = ends(torch.float32, make, counted=True, **given)[0]
+    monkeypatch.setattr(torch, "zeros", refusing)
+    assert ends(torch.float32, make, **given) == (expected, [])

@@ -144,3 +144,50 @@ def test_parameters_without_a_gradient_are_fetched_in_their_next_update(monkeypa
                 if counted:
                     torch.autograd.graph.increment_version(model[0].bias)
     assert bits(ours[0].parameters()) == bits(ours[1].parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("how", ["without a gradient", "beside new memory", "both"])
+def test_a_write_counts_later_or_beside_new_memory(
+    how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pieces of the subgroup say nothing of the one that user code has written to."""
+    ours = mlp(dtype, width=256), mlp(dtype, width=256)
+    for model, counted in zip(ours, (False, True), strict=True):
+        optimizer = making(monkeypatch, None, policy="cpu", subgroup_size=10**6)(model.parameters())
+        weight, bias = model[0].weight, model[0].bias
+        for step in range(7):
+            optimizer.zero_grad()
+            model(batch(step).to(dtype)).float().square().mean().backward()
+            if how != "beside new memory" and step in (3, 4):
+                bias.grad = None
+            optimizer.step()
+            optimizer.synchronize()
+            if step == 2:
+                if how != "without a gradient":
+                    weight.data = weight.data.clone()
+                bias.data.add_(0.5)
+                if counted:
+                    torch.autograd.graph.increment_version(bias)
+    assert bits(ours[0].parameters()) == bits(ours[1].parameters())
+
+
+@pytest.mark.parametrize("policy", ["resident", "stride:1"])
+def test_whole_masters_on_the_device_are_compared_alone_where_they_are_known(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a step without a gradient nor a write that versions count is said to be lost."""
+    model = mlp(torch.float16, width=256)
+    optimizer = making(monkeypatch, None, policy=policy)(model.parameters())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*raises no version")
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(step).half()).float().square().mean().backward()
+            if step == 2:
+                model[0].bias.grad = None
+            if step == 4:
+                with torch.no_grad():
+                    model[3].weight.clamp_(-5, 5)
+            optimizer.step()
+            optimizer.synchronize()
