@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from dos.weights import interrupted
 from tests.support.blocks import RUNS, loss, net, start
 from tests.support.inside import StoppedError, stopped_at
 from tests.support.training import everything
@@ -92,3 +94,29 @@ def test_what_returns_gradients_drops_none() -> None:
         torch.autograd.grad(loss(each, 2), list(each.parameters()))
         its.step()
     assert everything(model, optimizer) == everything(other, reference)
+
+
+def test_no_backward_of_another_thread_begins_while_gradients_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it wrote would be dropped, too."""
+    began: list[str] = []
+    patches: list[Callable[..., Any]] = []
+    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
+
+    def forget() -> None:
+        began.append("forget")
+        if not other.ident:
+            other.start()
+        other.join(0.1)  # it does not end before this has
+        began.append("forgotten")
+
+    def fail(**_: Any) -> None:
+        raise StoppedError
+
+    interrupted.after_interruptions(forget)
+    (run,) = patches
+    other = threading.Thread(target=lambda: run(lambda **_: began.append("other"), accumulate_grad=True))
+    with pytest.raises(StoppedError):
+        run(fail, accumulate_grad=True)
+    run(lambda **_: None, accumulate_grad=True)
+    other.join()
+    assert began == ["forget", "forgotten", "other"]
