@@ -24,6 +24,8 @@ PROPOSED = 4
 """Divisions of memory of which a plan is simulated, those that are best by the closed form."""
 STRIDES = (1, 2, 3, 4)
 """Of every k-th subgroup that is not resident, which are looked at besides."""
+FEW = 12
+"""Subgroups up to which all numbers of them on the CPU are looked at: the closed form is about many."""
 FIRST_STEP = 2
 """Subgroups by which the plans differ that are simulated after these."""
 FEWEST, TASKS = 3, 1200
@@ -121,6 +123,11 @@ class Answers:
         for (cost, division, on_cpu), error in sorted(proposed, key=lambda each: each[0].cost):
             if cost - error * (self._compute_s + cost) < best.cost:
                 best = look(division, on_cpu)
+        if len(workload.subgroups) <= FEW:
+            for _, division, _ in dict.fromkeys(choice for choice, _ in (first, *proposed)):
+                least, most = self._range(division)
+                for on_cpu in range(least, most + 1):
+                    best = look(division, on_cpu)
         each = len(workload.subgroups) * (2 + (workload.backward_s > 0) + (workload.forward_s > 0))
         left, step = max(FEWEST, TASKS // each), FIRST_STEP
         while step and left > 0:

@@ -92,9 +92,13 @@ def divisions(workload: Workload) -> list[Division]:
     amounts = _amounts(workload, taken)
     if fits(workload):
         everything = frozenset(range(len(workload.blocks)))
-        left = min(workload.peak_free_bytes, workload.shared_free_bytes) - taken[-1] - workload.weight_bytes(everything)
-        slots = min(_passing_slots(workload, left), max(PASSING_TRIED))
-        return [Division(slots, amounts[0], tuple(larger_first), everything, streams=False)]
+        weights, all_fit = workload.weight_bytes(everything), []
+        for slots in PASSING_TRIED if workload.returns else (0,):
+            # A second slot may shorten the iteration by more than the residents do that it takes the place of.
+            shared = workload.shared_free_bytes - workload.staging_bytes(slots, streams=False)
+            residents = _fitting(workload, larger_first, taken, min(workload.peak_free_bytes, shared) - weights)
+            all_fit.append(Division(slots, amounts[0], residents, everything, streams=False))
+        return all_fit
     found = dict[Division, None]()
     first = {frozenset[int](): larger_first}
     for activation_bytes in amounts:

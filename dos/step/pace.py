@@ -13,7 +13,9 @@ from dos.step.iteration import Iteration
 FIRST_CLEAN = 2
 """Steps before the first forward with nothing beside it: the very first ones compile kernels."""
 AGAIN, LAST = 16, 1024
-"""Steps until the next such forward if those in between last longer; twice as many each time, up to the last number."""
+"""Steps until the next such forward; twice as many each time, up to the last number."""
+CLEANS = 3
+"""The number of these forwards that are remembered."""
 
 
 class Pace:
@@ -40,12 +42,11 @@ class Pace:
         self.forward, self.backward, self.rest = _Typical(), _Typical(), _Typical()
         self.late_s = 0.0
         self._queues = queues
-        self._raw = _Typical()
-        """Forwards as they lasted."""
         self._last: _Forward | None = None
         """The forward before the backward that runs, once it was read."""
-        self._clean: float | None = None
-        self._clean_next = False
+        self._cleans: deque[float] = deque(maxlen=CLEANS)
+        """The last forwards with nothing beside them, of which the shortest counts: user code may evaluate in one."""
+        self._clean_next = self._early = False
         self._steps, self._due, self._between = 0, FIRST_CLEAN, AGAIN
         self._unread: deque[tuple[Callable[[float], None], _Stretch]] = deque()
 
@@ -72,22 +73,22 @@ class Pace:
         if early is not None and iteration.step is not None:
             departure = iteration.first_departure
             first = departure if early and departure is not None else iteration.step
-            self._add(self.backward.add, _Stretch(first, iteration.step, stalls))
+            # Steps before which no gradient was sent early, as the first ones are, say nothing of how long it lasts.
+            lasted = self.backward.restart if early and not self._early else self.backward.add
+            self._early = bool(early)
+            self._add(lasted, _Stretch(first, iteration.step, stalls))
         if iteration.backward is not None and iteration.step is not None:
             self._add(self._rest_lasted, _Stretch(iteration.backward, iteration.step, stalls))
 
     def wants_clean(self) -> bool:
         """Return whether the next forward should run with nothing beside it; if so, it counts as such a forward.
 
-        One of the first does, and others, ever more rarely, as long as forwards last longer than the last such one.
+        One of the first does, and others from time to time, ever more rarely.
         """
         if not self._queues or self._steps < self._due:
             return False
-        if self._clean is not None and not self._raw.seconds > (1 + _Typical.TOLERANCE) * self._clean:
-            self._between = AGAIN
-            return False
         self._clean_next = True
-        if self._clean is not None:
+        if self._cleans:
             self._between = min(2 * self._between, LAST)
         self._due = self._steps + self._between
         return True
@@ -112,9 +113,12 @@ class Pace:
             return
         self._last = forward
         if forward.clean:
-            self._clean = forward.seconds
-            self.forward.restart(forward.seconds)
-            self._raw.restart(forward.seconds)
+            self._cleans.append(forward.seconds)
+            before = self.forward.seconds
+            self.forward.restart(min(self._cleans))
+            if abs(forward.seconds - before) > _Typical.TOLERANCE * before:
+                # The batch has changed, or user code did something else in this forward or the one before: see soon.
+                self._between, self._due = AGAIN, min(self._due, self._steps + AGAIN)
 
     def _rest_lasted(self, seconds: float) -> None:
         self.rest.add(seconds)
@@ -122,8 +126,7 @@ class Pace:
         if forward is None:
             return
         if not forward.clean:
-            self._raw.add(forward.seconds)
-            self.forward.add(min(forward.seconds, seconds if self._clean is None else self._clean))
+            self.forward.add(min(forward.seconds, min(self._cleans) if self._cleans else seconds))
         self.late_s = max(0.0, forward.seconds - self.forward.seconds)
 
 

@@ -234,7 +234,9 @@ class Preparation:
             ledger.cancel_slots()
         if passing and not store.slots:
             left, most = self._left(plan), min(max(plan.slots, 1), len(passing))
-            fitting = self._work.slots_within(left, most)
+            # Where only gradients of residents pass, slots are as small as these, and one is set apart.
+            streams = any(not store.has(subject.subgroup) for subject in passing.values())
+            fitting = self._work.slots_within(left, most, streams=streams)
             on_cpu = {i for i, s in passing.items() if not store.has(s.subgroup) and s.subgroup.arena.rule.on_cpu}
             if not fitting and on_cpu:
                 return on_cpu  # gradients of residents pass through a smaller slot, whose memory is set apart

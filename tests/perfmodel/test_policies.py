@@ -312,6 +312,22 @@ def test_all_state_stays_where_it_fits_unless_the_cpu_shortens_the_iteration_by_
         assert makespan(plan, load, profile, scope) <= 1.01 * best
 
 
+def test_more_memory_never_takes_longer_where_gradients_are_offloaded() -> None:
+    """Also from where all state fits: gradients of residents then still pass through slots."""
+    profile = HardwareProfile.builtin("rtx_4090_desktop")
+    load = Workload.of_sizes([50_000_000] * 24, forward_s=0.05, backward_s=0.1)
+    loads = tuple(dataclasses.replace(each, returned_bytes=each.gradient_bytes) for each in load.subgroups)
+    load = dataclasses.replace(load, subgroups=loads, passing_bytes=load.subgroups[0].gradient_bytes)
+    seconds = []
+    for subgroups in range(18, 25):  # no more counts: memory is told up to that for all state
+        free = subgroups * load.slot_bytes
+        allowed = dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free)
+        plan = adaptive(allowed, profile)
+        assert allowed.has_room(plan)
+        seconds.append(makespan(plan, allowed, profile, Scope.beside(allowed)))
+    assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), seconds
+
+
 @st.composite
 def with_saved_tensors(draw: st.DrawFn) -> tuple[Workload, HardwareProfile]:
     n = draw(st.integers(1, 40))

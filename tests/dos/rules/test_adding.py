@@ -243,7 +243,7 @@ def test_adaptive_plans_without_the_cpu(budget: int) -> None:
     assert_as_plain(optimizer, model, 6, deep)
 
 
-@pytest.mark.parametrize(("free", "residents"), [(0, 0), (4000, 0), (20_000, 3), (10**6, 8)])
+@pytest.mark.parametrize(("free", "residents"), [(0, 0), (4000, 0), (20_000, 4), (10**6, 8)])
 def test_the_planner_gives_the_cpu_nothing(free: int, residents: int) -> None:
     state = Momentum().format(torch.empty(0), extra=())
     loads = tuple(SubgroupLoad.of(1000, state, on_cpu=False) for _ in range(8))
