@@ -19,9 +19,8 @@ from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
 from dos.gradients import offload
-from dos.state.device_store import DeviceStore
 from dos.step.ledger import Ledger
-from perfmodel import Op, Placement, Plan, Workload
+from perfmodel import Op
 from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
@@ -292,37 +291,3 @@ def test_gradients_asked_for_without_accumulation_do_not_stop_the_offloading() -
         loss.backward()
         assert all(p.grad is None for p in model.parameters())
     assert optimizer.grad_norm() > 0
-
-
-def test_gradients_return_through_as_many_slots_as_the_plan_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where most state is resident: these slots have room for gradients alone."""
-    width, layers = 64, 16
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers))).bfloat16()
-
-    def two_slots(work: Workload) -> Plan:
-        resident = 3 * len(work.subgroups) // 4
-        placements = resident * (Placement.GPU_RESIDENT,) + (len(work.subgroups) - resident) * (Placement.CPU,)
-        return Plan(placements, tuple(range(len(placements))), slots=2)
-
-    # State takes 10 bytes of an element, of which three quarters are resident; a gradient takes 2.
-    optimizer = DOSAdam(
-        model.parameters(),
-        policy=two_slots,
-        device=EmulatedDevice(FAST, 10**9),
-        offload_gradients=True,
-        subgroup_size=width * width,
-        memory_budget=(12 * 10 + 2 * 2) * width * width,
-    )
-    optimizer.attach(model)
-    got, get_slots = list[int](), DeviceStore.get_slots
-
-    def noted(store: DeviceStore, count: int, nbytes: int) -> None:
-        get_slots(store, count, nbytes)
-        got.append(len(store.slots))
-
-    monkeypatch.setattr(DeviceStore, "get_slots", noted)
-    for _ in range(3):
-        model(torch.randn(32, width, dtype=torch.bfloat16)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert got[-1] == optimizer.plan().slots == 2
