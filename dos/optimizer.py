@@ -480,10 +480,8 @@ class DOSAdam(Optimizer):
     def profile(self) -> HardwareProfile | None:
         """The machine's rates that ``"adaptive"`` uses now, corrected by the steps so far.
 
-        Look at it, or save it for the next run: ``optimizer.profile.save("profile.json")``, then
-        ``DOSAdam(..., profile="profile.json")``. None with another policy, with all parameters on
-        the host, and until the first iteration asks for rates. Copies and pickles begin again with
-        the ``profile`` that was passed.
+        None with another policy, with all parameters on the host, and until the first iteration asks
+        for rates. Copies and pickles begin again with the ``profile`` that was passed.
         """
         decisions = self._session.decisions
         return None if decisions is None else decisions.profile

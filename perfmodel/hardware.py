@@ -166,8 +166,9 @@ class HardwareProfile:
     def to_json(self) -> dict[str, Any]:
         """The profile as plain JSON values; infinite host bandwidth becomes null."""
         values = dataclasses.asdict(self)
-        if math.isinf(self.host_bandwidth):
-            values["host_bandwidth"] = None
+        for rates in (values, *values["by_threads"]):
+            if math.isinf(rates["host_bandwidth"]):
+                rates["host_bandwidth"] = None
         return {"version": VERSION, **values}
 
     @classmethod
@@ -264,7 +265,9 @@ def _provenance(values: Any) -> Provenance:
 
 
 def _by_threads(values: Any) -> tuple[ThreadRates, ...]:
-    return tuple(ThreadRates(**each) for each in values)
+    return tuple(
+        ThreadRates(**{name: math.inf if value is None else value for name, value in each.items()}) for each in values
+    )
 
 
 def builtin_profiles() -> dict[str, HardwareProfile]:

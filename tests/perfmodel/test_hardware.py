@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from perfmodel.hardware import RATES, HardwareProfile, Provenance, builtin_profiles
+from perfmodel.hardware import RATES, HardwareProfile, Provenance, ThreadRates, builtin_profiles
 
 H100 = HardwareProfile.builtin("h100")
 
@@ -112,3 +112,11 @@ def test_ranks_share_the_host_and_scaling_keeps_proportions() -> None:
     assert half.disk_write_bandwidth_duplex == H100.disk_write_bandwidth_duplex / 2
     assert (half.copy_latency_s, half.cpu_traffic_factor) == (H100.copy_latency_s, H100.cpu_traffic_factor)
     assert Provenance("measured").date == ""
+
+
+def test_infinite_bandwidth_is_null_in_plain_json_by_threads_too() -> None:
+    profile = HardwareProfile.builtin("h100")
+    rates = ThreadRates(4, 1e9, math.inf, 0.7, 1.0)
+    profile = dataclasses.replace(profile, host_bandwidth=math.inf, by_threads=(rates,))
+    text = json.dumps(profile.to_json(), allow_nan=False)
+    assert HardwareProfile.from_json(json.loads(text)) == profile
