@@ -186,7 +186,8 @@ class Report:
         if self.late_s >= SEEN * self.compute_s and self.late_s:
             lines += [
                 f"Host: the last forward lasted {_ms(self.late_s)} longer than its compute: the device waited for the "
-                "host, or user code did other work between two steps; that does not count as time beside which updates run"
+                "host, or user code did other work between two steps; that does not count as time beside which "
+                "updates run"
             ]
         if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
