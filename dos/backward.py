@@ -232,7 +232,9 @@ class Backward:
             self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
 
     def plan_ahead(self) -> None:
-        """Make the plan for the facts of the first gradient, if none was: `step()` will find it ready.
+        """Make the plan for the facts of the first gradient, if none was, and compare parameters with their copies.
+
+        `step()` will find both ready.
 
         Only where gradients are offloaded: else they leave by the plan, which is so made.
         """
@@ -241,6 +243,8 @@ class Backward:
                 facts = self.facts()
                 if facts is not None:
                     self.decide(facts)
+        if self._ledger.unseen is not None:
+            self._ledger.unseen.compare_early(self._registry.accelerated)
 
     def _look_ahead(self) -> None:
         """Decide as if the step came now; gradients and state move by this plan until then."""
@@ -314,6 +318,12 @@ class Backward:
         """Cancel the transfers that backward has begun; the step sends everything anew."""
         self._ledger.cancel_all()
         self.departures.forget()
+        self.begin_gradients()
+
+    def begin_gradients(self) -> None:
+        """Let offloaded gradients begin anew: parameters are compared at the next one."""
+        if self._ledger.unseen is not None:
+            self._ledger.unseen.begin()
 
     def forget(self, records: Sequence[ParameterRecord]) -> None:
         """Forget parameters that user code has replaced, with all of their arenas."""
@@ -329,6 +339,7 @@ class Backward:
         if skipped:
             self._ledger.cancel_slots()  # no step releases the slots, and the next forward needs the memory more
         self.departures.finish()
+        self.begin_gradients()
         self._wanted = _NOT_ASKED
         self._gradients_before = self.now.gradients
         self.decisions.memory.end_iteration()

@@ -673,6 +673,8 @@ class Session:
     def _discard(self, records: Sequence[ParameterRecord]) -> None:
         self.registry.offloaded.forget(records)
         self._empty_copies(records)
+        if self.on_device is not None:
+            self.on_device.begin_gradients()
 
     @entry(*ANY)
     def forget_interrupted(self) -> None:
@@ -693,6 +695,7 @@ class Session:
             self._empty_copies(self.registry.records.values())
         if self.on_device is not None:
             self.on_device.departures.forget()
+            self.on_device.begin_gradients()
         if self.guard.phase is Phase.BACKWARD:
             self.guard.phase = Phase.IDLE
 

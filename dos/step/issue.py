@@ -101,6 +101,7 @@ class Step:
         self._stores = stores
         self._subjects = subjects
         self._unseen = unseen
+        self._early = () if unseen is None else unseen.early
         self._promised = set[Stream]()
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
@@ -209,9 +210,12 @@ class Step:
             return Turn(i, update, ready, (), done)
         after = self.backward
         if self._unseen is not None:
-            if update.offloaded or self._subjects[i].late:
+            early = update.offloaded and self._unseen.compared_early(update)
+            if self._subjects[i].late or (update.offloaded and not early):
+                # Then the update waits for the end of backward on the device.
                 ready = [*ready, *self._unseen.compare_late(i, update, after)]
             else:
+                ready = [*ready, *self._early] if early else ready
                 after = [*after, *self._unseen.confirm(i, update, after)]
         return Turn(i, update, ready, after, done)
 
@@ -307,7 +311,8 @@ class Step:
             if self._unseen is None:
                 return self._device.launch(i, update, task.size, after, reads, name)
             update, queued = self._unseen.around([each.update for each in updates], update)
-            job = self._device.launch(i, update, task.size, after, reads, name)
+            # The comparison before the update and the sums behind it use memory that this job uses.
+            job = self._device.launch(i, update, task.size, [*after, *self._early], reads, name)
             queued(job)
             return job
 

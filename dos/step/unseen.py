@@ -50,6 +50,7 @@ class UnseenWrites:
     # waited for that job, asks what was written, and fetches that (`take_over`). What is sent before `step()` is
     # compared once more behind the caller's work (`confirm`), in case user code writes in between: that is known too
     # late for the update, which may run already, so it is said (`lost`), and such a parameter is not sent early again.
+    # Offloaded gradients are compared at the first of them, all subgroups at once (`compare_early`).
     # It is said, too, where the device updates whole masters (`around`): the host queues that update before it knows.
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -58,6 +59,8 @@ class UnseenWrites:
         self._on_device: dict[BitSums, _Confirmation] = {}
         self._taken: set[Piece] = set()
         """The pieces taken over in the last step."""
+        self.early: Sequence[Job] = ()
+        """The job of `compare_early`, until gradients of another step come."""
 
     def remember(self, update: SubgroupUpdate) -> Callable[[], None]:
         """Return what queues sums of the parameters that were updated, behind the copies to them."""
@@ -80,6 +83,38 @@ class UnseenWrites:
             return None
         sums.compared.update(known)
         return partial(sums.compare, known, _FIRST)
+
+    def compare_early(self, subgroups: Iterable[Subgroup]) -> None:
+        """Compare all pieces behind the work of the caller so far, if that was not done since `begin`.
+
+        For gradients that come to the host by ways of their own. Where user code once wrote too late for this, the
+        subgroup is compared in the step.
+        """
+        if self.early:
+            return
+        compares = list[Callable[[], None]]()
+        for subgroup in subgroups:
+            if subgroup in self._sums:
+                self._sums[subgroup].compared.clear()
+                if not any(piece.record.written_late for piece in subgroup.pieces):
+                    compare = self.compare(subgroup, subgroup.pieces)
+                    compares += [] if compare is None else [compare]
+
+        def queue() -> None:
+            for compare in compares:
+                compare()
+
+        self.early = [self._device.copy(Op.GRADIENT, 0, [], self._device.fence(), queue)]
+
+    def begin(self) -> None:
+        """Let the next gradient be the first one, for `compare_early`."""
+        self.early = ()
+
+    def compared_early(self, update: SubgroupUpdate) -> bool:
+        """Return whether `compare_early` has compared all of an update that can be compared."""
+        sums = self._sums.get(update.subgroup)
+        known = [] if sums is None else sums.comparable(update.copied_pieces)
+        return bool(self.early) and (sums is None or sums.compared.issuperset(known))
 
     def compare_late(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> list[Job]:
         """Compare all pieces of an update that waits for the caller's work, `after`, in any case. Returns the job."""

@@ -14,7 +14,7 @@ from dos.sharding.fingerprint import COLUMNS
 from perfmodel import Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, late, not_simulated
 from tests.support.training import Make, batch, bits, mlp
-from tests.support.unseen_writes import MOMENTS, run
+from tests.support.unseen_writes import run
 
 pytestmark = NEEDS_GPU
 
@@ -49,9 +49,7 @@ def making(policy: Any, mode: str, **settings: Any) -> Make:
     ],
 )
 def test_writes_count(dtype: torch.dtype, policy: Any, mode: str, settings: dict[str, Any]) -> None:
-    # With offloaded gradients, which no step has before the end of backward, before the step, too.
-    moments = MOMENTS if mode == "offloaded" else UNTIL_BACKWARD_ENDS
-    make, given = making(policy, mode, **settings), {"moments": moments, "attach": mode == "attached"}
+    make, given = making(policy, mode, **settings), {"moments": UNTIL_BACKWARD_ENDS, "attach": mode == "attached"}
     assert ends(dtype, make, **given) == (ends(dtype, make, counted=True, **given)[0], [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from dos import DOSAdam
+from dos.step.work import SubgroupUpdate
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.training import Make, batch, bits, maker, mlp
-from tests.support.unseen_writes import MOMENTS, run
+from tests.support.unseen_writes import run
 
 UNTIL_BACKWARD_ENDS = ("forward", "after the step")
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "attached": {}, "offloaded": {"offload_gradients": True}}
@@ -61,10 +63,8 @@ def test_writes_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make = making(monkeypatch, seed, policy=policy, state_format=state_format, **MODES[mode])
-    # Offloaded gradients are all there only at the end of backward: the host waits for that.
-    moments = MOMENTS if mode == "offloaded" else UNTIL_BACKWARD_ENDS
-    ours = ends(dtype, make, moments=moments, attach=mode == "attached")
-    assert ours == (expected(dtype, state_format, moments), [])
+    ours = ends(dtype, make, moments=UNTIL_BACKWARD_ENDS, attach=mode == "attached")
+    assert ours == (expected(dtype, state_format, UNTIL_BACKWARD_ENDS), [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -103,13 +103,14 @@ def test_a_master_that_user_code_writes_is_used_as_it_is(monkeypatch: pytest.Mon
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_write_behind_gradients_that_have_left_is_said_and_later_ones_count(
-    attach: bool, monkeypatch: pytest.MonkeyPatch
+    mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, runtime = mlp(width=256), install(monkeypatch, None)
-    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="cpu", subgroup_size=1500, lr=0.01)
-    if attach:
+    settings: dict[str, Any] = {"policy": "cpu", "subgroup_size": 1500, "lr": 0.01, **MODES[mode]}
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), **settings)
+    if mode == "attached":
         optimizer.attach(model)
     told: list[int] = []
     weight = model[0].weight
@@ -191,3 +192,46 @@ def test_whole_masters_on_the_device_are_compared_alone_where_they_are_known(
                     model[3].weight.clamp_(-5, 5)
             optimizer.step()
             optimizer.synchronize()
+
+
+def test_updates_of_offloaded_gradients_do_not_wait_for_what_the_caller_has_queued_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The gradients have come; a comparison behind all of the caller's work would wait for that."""
+    prepare, ended, before = SubgroupUpdate.prepare_on_host, list[int](), list[bool]()
+
+    def preparing(update: SubgroupUpdate) -> Callable[[], None]:
+        before.append(step in ended)
+        return prepare(update)
+
+    monkeypatch.setattr(SubgroupUpdate, "prepare_on_host", preparing)
+    model, runtime = mlp(width=256), install(monkeypatch, None)
+    settings: dict[str, Any] = {"policy": "cpu", "offload_gradients": True, "subgroup_size": 10**6}
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), **settings)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        runtime.caller.enqueue(lambda step=step: ended.append(step))
+        optimizer.step()
+        optimizer.synchronize()
+    assert (ended, before[1:]) == ([*range(4)], [False] * 3)  # the first one fetches the parameters
+
+
+def test_a_write_between_a_backward_whose_gradients_are_dropped_and_the_next_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parameters are compared at the first gradient that is kept."""
+    for zero in ("optimizer", "model"):
+        model = mlp(width=256)
+        optimizer = making(monkeypatch, None, policy="cpu", offload_gradients=True)(model.parameters())
+        optimizer.attach(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*raises no version")
+            for step in range(5):
+                model(batch(step)).square().mean().backward()
+                {"optimizer": optimizer, "model": model}[zero].zero_grad()
+                model[0].weight.data.fill_(step)
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.synchronize()
+                assert float((model[0].weight.detach() - step).abs().max()) < 0.05
