@@ -55,6 +55,14 @@ class BitSums:
         # Twice: as they were, and as they are.
         self._sums = torch.zeros(2, rows, COLUMNS, dtype=torch.int64, device=flat.device)
         self._rests = torch.zeros(2, rests, dtype=bits, device=flat.device)
+        found = list(self._parts.items())
+        lengths = [len(each) for _, part in found for each in part.others]
+        splits = [iter(place.split(lengths) if lengths else ()) for place in self._rests]
+        # Made once, because views cost microseconds each.
+        self._places = [
+            {p: (sums[part.row : part.row + 1], [next(split) for _ in part.others]) for p, part in found}
+            for sums, split in zip(self._sums, splits, strict=True)
+        ]
         self._differs = torch.empty(rows * COLUMNS + rests, dtype=torch.bool, device=flat.device)
         self.known = set[Piece]() if before is None else set(before.comparable(pieces))
         self.compared: set[Piece] = set()
@@ -106,12 +114,12 @@ class BitSums:
 
     def _write(self, place: int, pieces: Iterable[Piece]) -> None:
         targets, sources = list[Tensor](), list[Tensor]()
-        for part in map(self._parts.__getitem__, pieces):
+        for piece in pieces:
+            part, (row, rests) = self._parts[piece], self._places[place][piece]
             if part.words is not None:
-                torch.sum(part.words, 0, out=self._sums[place, part.row])
-            if part.others:
-                targets += self._rests[place, part.run].split([*map(len, part.others)])
-                sources += part.others
+                torch.sum(part.words, 0, keepdim=True, out=row)
+            targets += rests
+            sources += part.others
         if targets:
             copy_all(targets, sources)
 
