@@ -125,7 +125,8 @@ def _slots(workload: Workload, activation_bytes: int) -> list[tuple[int, bool]]:
     found = [most]
     if math.isfinite(shared):
         # As many as take nothing from residents, besides.
-        beside = workload.slots_within(shared - workload.peak_free(activation_bytes), most)
+        # No more: another process may want the memory, and with none for slots the CPU would update everything.
+        beside = workload.slots_within(shared - workload.peak_free(activation_bytes), min(most, SLOTS_TRIED[-1]))
         found = [
             n for n in sorted({*(min(most, n) for n in SLOTS_TRIED), beside}) if workload.staging_bytes(n) <= shared
         ]

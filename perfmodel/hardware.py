@@ -265,9 +265,13 @@ def _provenance(values: Any) -> Provenance:
 
 
 def _by_threads(values: Any) -> tuple[ThreadRates, ...]:
-    return tuple(
-        ThreadRates(**{name: math.inf if value is None else value for name, value in each.items()}) for each in values
-    )
+    found = []
+    for each in values:
+        rates: dict[str, Any] = dict(each)
+        if rates.get("host_bandwidth", 0.0) is None:  # infinite, as of the profile
+            rates["host_bandwidth"] = math.inf
+        found.append(ThreadRates(**rates))
+    return tuple(found)
 
 
 def builtin_profiles() -> dict[str, HardwareProfile]:
