@@ -50,7 +50,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class ThreadRates:
-    """What depends on the number of threads of the CPU update: fields of `HardwareProfile`, by the same names."""
+    """The fields of `HardwareProfile` that depend on the number of threads of the CPU update, by the same names."""
 
     cpu_threads: int
     cpu_update_rate: float
