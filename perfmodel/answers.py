@@ -124,7 +124,7 @@ class Answers:
             if cost - error * (self._compute_s + cost) < best.cost:
                 best = look(division, on_cpu)
         if len(workload.subgroups) <= FEW:
-            for _, division, _ in dict.fromkeys(choice for choice, _ in (first, *proposed)):
+            for division in dict.fromkeys(choice.division for choice, _ in (first, *proposed)):
                 least, most = self._range(division)
                 for on_cpu in range(least, most + 1):
                     best = look(division, on_cpu)
