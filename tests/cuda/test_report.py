@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from dos import report
+from tests.support.gpu import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
 
 
 def test_the_gpu_and_what_can_be_pinned_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
