@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     contest = "settings of one format take turns on one optimizer, as they did on the machines"
     parser.add_argument("--contest", action="store_true", help=contest)
     parser.add_argument("--process-group", action="store_true", help="with a process group of one rank")
-    parser.add_argument("--dos", type=Path, default=HERE, help="a checkout whose dos and perfmodel run instead")
+    parser.add_argument("--dos", type=Path, default=HERE, help="a folder whose dos (built) and perfmodel run instead")
     parser.add_argument("--cost", action="append", type=_cost, default=[], help="NAME=NUMBER of Costs, such as copy_s")
     parser.add_argument("--trace", help="a file for cProfile's figures of the caller's thread in the last row")
     parser.add_json()

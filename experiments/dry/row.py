@@ -23,6 +23,8 @@ from experiments.dry.machines import SETTINGS, Costs, Setting, machine
 SUBGROUPS = 50
 PROGRAM = """import sys
 sys.path[:0] = sys.argv[1:3]
+if sys.argv[1] != sys.argv[2]:  # an editable installation looks for its own dos before sys.path
+    sys.meta_path[:] = [each for each in sys.meta_path if isinstance(each, type)]
 from experiments.dry.row import main
 main(sys.argv[3])
 """
