@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from experiments.command import Parser, markdown
 from experiments.paper.arithmetic import MODELS as SHAPES
+from perfmodel.planner.fastest import fastest_batch
 from perfmodel.planner.machine import find_machine
 from perfmodel.planner.main import command_line, question_of
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import fastest_batch
 
 MODELS = ("Llama 3.1 8B", "Qwen2.5 14B", "Qwen2.5 32B", "Llama 3.1 70B")
 GPUS = ("rtx-4090", "rtx-5090", "h100")

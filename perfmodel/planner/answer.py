@@ -9,10 +9,11 @@ from typing import Any
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.plan import Placement
 from perfmodel.planner.assumptions import assumptions
+from perfmodel.planner.fastest import Fastest, fastest, fastest_batch
 from perfmodel.planner.outcome import Outcome, by_label, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
-from perfmodel.planner.whatif import SMALLEST, fastest_batch, largest, levers, most, remedies
+from perfmodel.planner.whatif import SMALLEST, largest, levers, most, remedies
 from perfmodel.timeline import Op
 
 DAY_S = 86_400
@@ -36,6 +37,7 @@ class Answer:
     tokens_per_s: of the whole job; None if it does not fit. busy_s: for which each resource works in a step.
     limit: the memory that the job does not fit into, else the resource that works longest.
     best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.
+    fastest: the settings and the batch of most tokens per second with AdamW's results; None if nothing fits.
     largest_parameters: of a model of the usual shape; 0 if not even the smallest fits, for smallest_lacks.
     largest_batch, largest_sequence: each with the other as it was asked for; 0 if none fits.
     """
@@ -73,6 +75,7 @@ class Answer:
         self.busy_s = situation.busy_s(plan) if plan else {}
         self.limit = situation.lacking[0] if situation.lacking else max(self.busy_s, key=self.busy_s.__getitem__)
         self.best_batch = fastest_batch(question)
+        self.fastest: Fastest | None = fastest(question)
         self.levers = tuple(levers(question, self.best))
         self.remedies = tuple(remedies(situation))
         self.largest_parameters = largest(question)
@@ -146,6 +149,7 @@ class Answer:
             "disk": None if question.disk_bytes is None else self._disk(),
             "compute_s": situation.compute_s,
             "best_batch": batch,
+            "fastest": self.fastest,
             "job": of_job,
             "policies": self.policies,
             "alternative": other and {"policy": other.policy, "speedup": speedup},

@@ -61,12 +61,13 @@ class Gpu(NamedTuple):
 class Card(NamedTuple):
     """A GPU in the host of another machine.
 
-    bandwidth: of its memory, bytes/s. pcie: generation, 16 lanes. host: the profile with the host's rates.
+    bandwidth: of its memory, bytes/s. pcie: generation. lanes: up to 16. host: the profile with the host's rates.
     """
 
     gpu: Gpu
     bandwidth: float
     pcie: int
+    lanes: int = 16
     host: str = UNKNOWN
 
 
@@ -118,7 +119,8 @@ class Machine(NamedTuple):
         if tflops is not None:
             source = "as given" if utilisation is None else f"{utilisation:.0%} of --tflops"
             return tflops * 1e12 * (utilisation or 1.0), source
-        gpu = self.gpu or min(GPUS.values(), key=self._unlike)
+        able = [gpu for gpu in _GPUS.values() if gpu.bf16 or dtype != "bf16"]
+        gpu = self.gpu or min(able, key=self._unlike)
         if self.gpu is not None and dtype == "bf16" and not gpu.bf16:
             raise ValueError(
                 f"the {gpu.name} does not compute in bfloat16; choose --dtype fp16 or fp32, or pass --tflops"
@@ -172,6 +174,11 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
     return Machine(profile, gpu, device_bytes, notes)
 
 
+def is_machine(name: str) -> bool:
+    """Return whether a machine or GPU has this name, or one of several has it as a part."""
+    return bool(_similar(name, (*ALIASES, *CARDS, *builtin_profiles())))
+
+
 def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     """The rates of the machine of that name, and its GPU, if that is known."""
     known = builtin_profiles()
@@ -180,12 +187,13 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     if meant in known:
         return known[meant], GPUS.get(meant)
     if meant in CARDS:  # link and bandwidth of its data sheet
-        card, (alone, duplex) = CARDS[meant], LINKS[CARDS[meant].pcie]
+        card = CARDS[meant]
+        alone, duplex = (rate * card.lanes / 16 for rate in LINKS[card.pcie])
         host = "the host's are cautious guesses" if card.host == UNKNOWN else f"the host is that of {card.host}"
         rates = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth"), alone)
         rates |= dict.fromkeys(("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), duplex)
         rates["gpu_update_rate"] = 0.8 * card.bandwidth / MIXED.update_traffic
-        provenance = Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0); {host}")
+        provenance = Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0, {card.lanes} lanes); {host}")
         return known[card.host].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
     if name.endswith(".json") or Path(name).exists():
         return HardwareProfile.load(name), None

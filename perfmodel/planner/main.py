@@ -16,12 +16,24 @@ from typing import Any, NoReturn
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.answer import Answer, to_json
-from perfmodel.planner.machine import ALIASES, CARDS, FABRICS, GPUS, PCIE, UNKNOWN, Fabric, Machine, find_machine
+from perfmodel.planner.machine import (
+    ALIASES,
+    CARDS,
+    FABRICS,
+    GPUS,
+    PCIE,
+    UNKNOWN,
+    Fabric,
+    Machine,
+    find_machine,
+    is_machine,
+)
 from perfmodel.planner.options import add_options, given, option
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     Memory,
+    UnitError,
     format_bytes,
     format_count,
     format_rate,
@@ -33,6 +45,15 @@ from perfmodel.planner.units import (
 )
 
 MACHINES = ", ".join((*ALIASES, *CARDS, *GPUS))
+
+
+def _gpu_memory(text: str) -> Memory:
+    """Parse the memory of a GPU. Raises UnitError, which names --machine if a GPU's name was given."""
+    try:
+        return parse_memory(text)
+    except UnitError as error:
+        known = is_machine(text)
+        raise UnitError(f"{error}" + known * f"; a GPU's name is given by --machine {text}") from None
 
 
 _machine = partial(option, None, group="the machine")
@@ -56,7 +77,7 @@ class CommandLine:
         None, "parameters instead: 7e9, 7B, 350M", "the model", metavar="N", type=parse_parameters
     )
     machine: str = option(UNKNOWN, f"{MACHINES}, or a calibrated profile", "the machine", metavar="NAME|PROFILE")
-    gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=parse_memory)  # noqa: RUF009
+    gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=_gpu_memory)  # noqa: RUF009
     interconnect: float | None = _rate("of each GPU within its node, one way: 450GB")
     network: float | None = _rate("of each node, all adapters, one way: 400Gb")
     disk_read: float | None = _rate("of a node's disks while they do nothing else: 7GB")

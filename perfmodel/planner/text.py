@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from perfmodel.planner.answer import Answer
+from perfmodel.planner.fastest import Fastest
 from perfmodel.planner.outcome import CPU_ONLY, FUSED
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
@@ -65,6 +66,8 @@ def _headline(answer: Answer) -> Iterator[str]:
             "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
             "divide it, into plain tensors. That is not tested."
         )
+    if answer.fastest:
+        yield from _fastest(answer.fastest)
     yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer.situation))
     if not answer.situation.fits and answer.alternative:
         yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
@@ -96,6 +99,21 @@ def _headline(answer: Answer) -> Iterator[str]:
         if answer.state_on_disk:
             yield from _on_disk(answer)
     yield from _largest(answer)
+
+
+def _fastest(best: Fastest) -> Iterator[str]:
+    """Yield the fastest settings with AdamW's results, their share of the compute, and how to set them."""
+    asked, words = best.question, best.change or "as asked"
+    share = f"{best.compute_share:.0%} of what forward and backward reach alone"
+    if more := best.accumulating():
+        share += f", {more[1]:.0%} with --accumulation {more[0]}"
+    tokens = _tokens(asked, best.tokens_per_s)
+    yield f"Fastest with AdamW's results: {words}: {tokens}, {_batch(asked)} ({share})."
+    optimizer = "DOSAdam(..., offload_gradients=True)" if asked.offload_gradients else "DOSAdam(...)"
+    parts = {"weights": asked.streams, "activations": asked.offload_activations == "auto"}
+    attach = "".join(f', {name}="auto"' for name, wanted in parts.items() if wanted)
+    if not asked.offload_parameters:
+        yield f"In code: optimizer = {optimizer}; optimizer.attach(model{attach})."
 
 
 def _missing(situation: Situation) -> Iterator[str]:
@@ -167,8 +185,10 @@ def _expected(answer: Answer) -> Iterator[str]:
         if FUSED in seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
     share = answer.busy_s[answer.limit] / best.seconds
-    alone = "" if share >= NEARLY else "; no single part is the bottleneck"
-    yield f"What limits the job is {answer.limit}, at work for {share:.0%} of the iteration{alone}."
+    if share >= NEARLY:
+        yield f"What limits the job is {answer.limit}, at work for {share:.0%} of the iteration."
+    else:
+        yield f"The busiest part is {answer.limit}, at work for {share:.0%} of the iteration: parts wait."
 
 
 def _largest(answer: Answer) -> Iterator[str]:

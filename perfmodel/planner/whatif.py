@@ -203,7 +203,8 @@ def _remedies(question: Question, steps: list[Step], effect: Effect) -> list[Rem
     first = _until_it_fits(question, steps)
     fewer = ([step for step in steps if step is not without] for without in first if not without.effect)
     ways = [first, *(_until_it_fits(question, each) for each in fewer)]
-    return [_remedy(question, way, effect) for way in ways if way and max(step.effect for step in way) is effect]
+    found = [_remedy(question, way, effect) for way in ways if way and max(step.effect for step in way) is effect]
+    return list({each.change: each for each in found}.values())  # steps that imply others read the same
 
 
 def _until_it_fits(question: Question, steps: list[Step]) -> list[Step]:
@@ -269,24 +270,6 @@ def most(question: Question, setting: str, limit: int | None = None) -> int:
         return Situation(question.replace(**{setting: value})).fits
 
     return _greatest(fits, 1, (limit or MOST) + 1)
-
-
-def fastest_batch(question: Question) -> tuple[Question, Outcome] | None:
-    """The question with the batch that trains most tokens per second, and its outcome; None if none fits.
-
-    Larger batches hide more of the update, and leave less memory for state. So it is looked for from the largest
-    batch that fits down, in steps of a quarter, for as long as that is faster.
-    """
-    found, fastest, size = None, 0.0, most(question, "batch")
-    while size:
-        asked = question.replace(batch=size)
-        outcome = adaptive_outcome(Situation(asked))
-        if found and asked.step_tokens / outcome.seconds <= fastest:
-            break
-        if outcome.fits:
-            found, fastest = (asked, outcome), asked.step_tokens / outcome.seconds
-        size = size * 3 // 4
-    return found
 
 
 def _greatest(fits: Callable[[int], bool], low: int, high: int, tolerance: float = 0.0) -> int:

@@ -14,11 +14,12 @@ import pytest
 
 from experiments.bench import any_size
 from experiments.command import markdown
+from perfmodel.planner.fastest import fastest_batch
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import fastest_batch, most
+from perfmodel.planner.whatif import most
 from tests.support import pages
 from tests.support.planner import asked
 

@@ -71,25 +71,25 @@ def test_state_that_something_else_must_divide_is_said(
 ) -> None:
     shown = text(f"--params 1e9 --machine h100 --ranks 4 --subgroup-size 1e8 {stage}", capsys)
     assert ("With --zero 1 or 2 something else must divide it" in shown) == warns
-    assert warns or shown.startswith("1B parameters in bf16 on 4 GPUs, h100: fits;")
+    assert warns or shown.splitlines()[2].startswith("1B parameters in bf16 on 4 GPUs, h100: fits;")
 
 
-def test_the_best_batch_that_fits_comes_first_and_then_the_one_that_was_asked_for(
+def test_the_best_batch_that_fits_comes_before_the_one_that_was_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where the one that was asked for does not fit."""
     line = "--params 3e9 --machine rtx-4090 --checkpointing --subgroup-size 1e8"
     best, job = answer(line)["best_batch"], answer(line)["job"]
-    first, assumed, second, *_ = text(line, capsys).splitlines()
+    _, _, first, assumed, second, *_ = text(line, capsys).splitlines()
     told = f"{best['tokens_per_s']:,.0f} tokens/s at the best batch that fits, {best['batch']} x 2,048 tokens ("
     assert first.startswith(f"3B parameters in bf16, rtx_4090_desktop: fits; {told}")
     assert assumed.startswith("That assumes that forward and backward reach 148 TFLOP/s per GPU: 90% of the RTX 4090's")
     assert second.startswith("The batch asked for, 1 x 2,048 tokens, takes ")
     assert f"{job['tokens_per_s']:,.0f} tokens/s, with policy" in second
-    first, _, third, *_ = text(f"{line} --batch 100", capsys).splitlines()
+    _, _, first, _, third, *_ = text(f"{line} --batch 100", capsys).splitlines()
     assert "DOES NOT FIT. Without any optimizer state the GPU needs" in first
     assert third.startswith(f"At a smaller batch it does: {told}")
-    shown = text(f"{line} --seq 200000", capsys)
+    shown = text(f"{line} --seq 200000 --eager-attention", capsys)
     assert "tokens/s" not in shown
     assert "not even a small model fits, for lack of memory on the device: lower --batch or --seq." in shown
     shown = text(f"{line} --host 6.001GB", capsys)
@@ -177,7 +177,7 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     shown = text(f"{JOB} --hsdp --network 400Gb --host 1TiB", capsys)
-    assert "What limits the job is network" in shown
+    assert "network, at work for" in shown
     assert re.search(r"all-reduce between replicas, backward +between", shown)
     assert "collectives reach 40 GB/s per node between nodes: 80% of the 50 GB/s given (--network)" in shown
     shown = text(f"{JOB} --fsdp --offload-parameters --host 64GiB", capsys)
@@ -244,8 +244,8 @@ def test_a_machine_of_one_s_own(tmp_path: Path) -> None:
     HardwareProfile.builtin("h100").save(path)
     mine = ("--params", "1B", "--machine", str(path), "--gpu", "16GiB")
     assumed, notes = asked(*mine)
-    assert assumed.flops_rate == 0.87 * 71e12
-    assert any("87% of the RTX 3090's peak of 71, by 80% of 78, measured of" in line for line in notes)
+    assert assumed.flops_rate == 0.9 * 44.1e12
+    assert any("90% of the RTX 4060 Ti 16 GB's peak of 44.1, by a published run" in line for line in notes)
     assert any("no GPU was named, so that is the slowest known one of about its memory" in line for line in notes)
     assert asked(*mine, "--tflops", "100")[0].flops_rate == 100e12
     assert asked(*mine, "--tflops", "100", "--utilisation", "0.5")[0].flops_rate == 50e12
@@ -281,7 +281,8 @@ def test_gpus_of_a_data_sheet_alone() -> None:
     for name, card in CARDS.items():
         question, notes = asked("--params", "1e8", "--machine", name, "--dtype", "fp16")
         rates = question.profile
-        assert (rates.h2d_bandwidth, rates.h2d_bandwidth_duplex) == LINKS[card.pcie]
+        alone, duplex = LINKS[card.pcie]
+        assert (rates.h2d_bandwidth, rates.h2d_bandwidth_duplex) == (alone * card.lanes / 16, duplex * card.lanes / 16)
         assert rates.gpu_update_rate == 0.8 * card.bandwidth / 28
         host = HardwareProfile.builtin("rtx_4090_desktop") if name == "rtx-5090" else guesses
         assert (rates.host_bandwidth, rates.cpu_update_rate) == (host.host_bandwidth, host.cpu_update_rate)
@@ -358,4 +359,4 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "perfmodel", "--params", "1e8", "--machine", "rtx_3090_desktop"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"100M parameters in bf16, rtx_3090_desktop: fits; [\d,]+ tokens/s at the best batch", done.stdout)
+    assert re.match(r"Fastest with AdamW's results: [^\n]* [\d,]+ tokens/s", done.stdout)

@@ -10,12 +10,13 @@ import torch
 
 from experiments.paper.arithmetic import MODELS
 from perfmodel.plan import Placement
+from perfmodel.planner.fastest import fastest_batch
 from perfmodel.planner.memory import WEIGHT_WINDOW, host_bytes
 from perfmodel.planner.outcome import FUSED, adaptive_outcome, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import DEVICE, Situation
 from perfmodel.planner.transformer import Transformer
-from perfmodel.planner.whatif import fastest_batch, most, remedies
+from perfmodel.planner.whatif import most, remedies
 from tests.support import blocks, planner
 from tests.support.devices import Pinning
 from tests.support.planner import answer, text

@@ -1,0 +1,132 @@
+"""The fastest settings for a model on a machine: those that leave AdamW's results as they are, and any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perfmodel.planner.options import difference
+from perfmodel.planner.outcome import Outcome, adaptive_outcome
+from perfmodel.planner.question import Question
+from perfmodel.planner.situation import Situation
+from perfmodel.planner.whatif import AUTO, STREAM, WORTHWHILE, most
+
+_Choices = Sequence[tuple[dict[str, Any], dict[str, Any]]]
+
+CHOICES: _Choices = (
+    (AUTO, {"offload_activations": 0.0}),
+    ({"checkpointing": True}, {"checkpointing": False}),
+    ({"fused_loss": True}, {"fused_loss": False}),
+    (STREAM, {"weights": "stay"}),
+    ({"offload_gradients": True}, {"offload_gradients": False}),
+)
+"""Settings that change no result, and the same without each."""
+ACCUMULATIONS = (2, 4, 8, 16, 32)
+NEARLY_ALL = 0.97
+"""A share of the compute alone above which more micro-batches gain little."""
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """A question with the fastest of some settings, and its outcome. change: the options that were added."""
+
+    question: Question
+    outcome: Outcome
+    change: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole job."""
+        return self.question.step_tokens / self.outcome.seconds
+
+    @property
+    def compute_share(self) -> float:
+        """Share of the tokens per second that forward and backward reach without an optimizer, up to 1."""
+        return Situation(self.question).training_s / self.outcome.seconds
+
+    def accumulating(self) -> tuple[int, float] | None:
+        """The fewest micro-batches with which `compute_share` is NEARLY_ALL, and it; None if one has it, or none."""
+        if self.compute_share >= NEARLY_ALL or self.question.micro_batches > 1 or not self.question.accumulation:
+            return None
+        for count in ACCUMULATIONS:
+            situation = Situation(self.question.replace(micro_batches=count))
+            share = situation.training_s / adaptive_outcome(situation).seconds
+            if share >= NEARLY_ALL:
+                return count, share
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options, the batch, and times in seconds."""
+        more = self.accumulating()
+        return {
+            "change": self.change,
+            "batch": self.question.batch,
+            "iteration_s": self.outcome.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            "compute_share": self.compute_share,
+            "accumulation": more and more[0],
+            "compute_share_accumulating": more and more[1],
+        }
+
+
+def fastest_batch(question: Question) -> tuple[Question, Outcome] | None:
+    """The question with the batch that trains most tokens per second, and its outcome; None if none fits.
+
+    Larger batches hide more of the update, and leave less memory for state. So it is looked for from the largest
+    batch that fits down, in steps of a quarter, for as long as that is faster.
+    """
+    found, fastest, size = None, 0.0, most(question, "batch")
+    while size:
+        asked = question.replace(batch=size)
+        outcome = adaptive_outcome(Situation(asked))
+        if found and asked.step_tokens / outcome.seconds <= fastest:
+            break
+        if outcome.fits:
+            found, fastest = (asked, outcome), asked.step_tokens / outcome.seconds
+        size = size * 3 // 4
+    return found
+
+
+def fastest(question: Question) -> Fastest | None:
+    """The fewest settings of CHOICES that are as fast as any, at their best batches; None if nothing fits.
+
+    All are taken that the question permits. Then each is left out with which the job is not faster by more than
+    WORTHWHILE, in two orders: checkpointing is slower than saved tensors on the host for some jobs, faster for others.
+    """
+    allowed = [choice for choice in CHOICES if _with(question, [choice]) is not None]
+    ways = [_fewest(question, allowed, order) for order in (allowed, [*allowed[1:], *allowed[:1]])]
+    return max(filter(None, ways), key=lambda each: each.tokens_per_s, default=None)
+
+
+def _fewest(question: Question, taken: _Choices, order: _Choices) -> Fastest | None:
+    """Leave out of the choices, in an order, those that are not worthwhile; None if no part of them fits."""
+    found = best = _at_best(question, taken)
+    for choice in (*order, *order):  # twice: one that was worthwhile may not be without another
+        if choice not in taken:
+            continue
+        fewer = [each for each in taken if each is not choice]
+        without = _at_best(question, fewer)
+        if without is None or (best and without.tokens_per_s < (1 - WORTHWHILE) * best.tokens_per_s):
+            continue
+        taken, found = fewer, without
+        # The fastest of all stays the measure: else a little would be lost with each that is left out.
+        best = max(filter(None, (best, without)), key=lambda each: each.tokens_per_s)
+    return found
+
+
+def _with(question: Question, taken: _Choices) -> Question | None:
+    """Return the question with these choices and without the others; None if they exclude each other."""
+    changes = {name: value for choice in CHOICES if choice not in taken for name, value in choice[1].items()}
+    changes |= {name: value for choice in taken for name, value in choice[0].items()}
+    try:
+        return question.replace(**changes)
+    except ValueError:
+        return None
+
+
+def _at_best(question: Question, taken: _Choices) -> Fastest | None:
+    """Return the question with these choices at its best batch; None if that does not fit."""
+    asked = _with(question, taken)
+    found = fastest_batch(asked) if asked else None
+    return found and Fastest(*found, difference(question, found[0]))
