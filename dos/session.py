@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,7 @@ from dos.step.prepare import Preparation, Prepared
 from dos.step.unseen import LOST
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
+from dos.torch_internals.modes import backward_number, when_backward_ends
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
 from dos.weights.stream import stream_of
@@ -678,7 +680,8 @@ class Session:
 
     @entry(*ANY)
     def forget_interrupted(self) -> None:
-        """Forget gradients that a backward which raised has written to copies before our hook took them."""
+        """Forget gradients that a backward which raised left on copies before our hook, or that wait for others."""
+        self.registry.offloaded.forget_interrupted()
         self._empty_copies(self.registry.records.values())
 
     def _empty_copies(self, records: Iterable[ParameterRecord]) -> None:
@@ -751,7 +754,14 @@ class Session:
         # ranks, which may wait for this one.
         if not (in_backward and record.sharded) and not all(map(self.registry.host_store.stages, subgroups)):
             self.ledger.spill_to_disk(self.registry.accelerated)
-        self.registry.offloaded.take(record, leaf, subgroups, index, self.ledger, in_backward=in_backward)
+        if self.registry.offloaded.take(record, leaf, subgroups, index, self.ledger, in_backward=in_backward):
+            when_backward_ends(functools.partial(self._backward_ends, backward_number()))
+
+    @torch.no_grad()
+    @entry(*ANY, hook=True)
+    def _backward_ends(self, number: int) -> None:
+        """Add the gradients that `OffloadedGradients.take` has held in vain in this backward."""
+        self.registry.offloaded.end_backward(number, self.ledger.lane)
 
     @torch.no_grad()
     @entry(*ANY, enters=False)
@@ -944,9 +954,18 @@ class Session:
         known = [*self.parameters, *(() if model is None else lasting(model))]
         return Surrounding(self.on_device.activations, amount, known)
 
-    @entry(*UNBROKEN)
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Replace state and groups, both or neither."""
+        weights = self.weights if self._replace_state(state, groups) else None
+        model = None if weights is None else weights.stream.model
+        if weights is not None and model is not None:
+            # Homes were in arenas that have gone; and parameters are enrolled block by block there alone.
+            self.weights = self._move_in(model, weights.amount, weights.stream.modules)
+            self._attach_device()
+
+    @entry(*UNBROKEN)
+    def _replace_state(self, state: Mapping[Tensor, Any], groups: list[Group]) -> bool:
+        """Do so; return whether the memory of some parameters has to be made anew."""
         gone = self.reconciler.lacking_fields(groups)
         if gone:
             self._settle_state([*self.parameters])
@@ -961,6 +980,7 @@ class Session:
             for record in self.registry.records.values():
                 record.version = -1  # masters follow their parameters in the next step
             self.groups = groups
+        return bool(gone)
 
     def install_state(self, state: Mapping[Tensor, Any]) -> None:
         """Install this state as the optimizer's; user code may keep references to it."""

@@ -21,7 +21,9 @@ from dos.state.host_store import HostStore
 from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
+from dos.step.host_lane import HostLane
 from dos.step.ledger import Ledger
+from dos.torch_internals.modes import backward_number, writes_gradient
 
 MOST_IN_TRANSIT = 256 << 20
 """The most bytes of gradients in transit to the host at once, or one gradient if that alone is larger."""
@@ -50,6 +52,7 @@ class _Total(NamedTuple):
     dtype: the dtype that `p.grad` would have; `values` are wider where another parameter's gradients are.
     thread: the thread whose backward wrote it; None: it was not taken in a backward.
     steps: the steps that optimizers had made when the last part came.
+    backward: the number of the backward that wrote that; -1: it was not taken in one.
     """
 
     arrived: Future[None]
@@ -57,22 +60,49 @@ class _Total(NamedTuple):
     dtype: torch.dtype
     thread: int | None
     steps: int
+    backward: int
 
 
-def _add_arrived(job: Job, incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
-    """Add a part of a gradient to `target`, once it has arrived. before: the addition before, which may have failed."""
+class _Held(NamedTuple):
+    """The gradient of a weight that streams, or of its copy, while the same backward has yet to write the other one's.
+
+    Autograd adds up all that a backward writes to a parameter before it adds that to `p.grad`.
+
+    values: 1-D, on the host, complete once `arrived` is done.
+    """
+
+    arrived: Future[None]
+    values: Tensor
+
+
+def _add_arrived(
+    job: Job,
+    incoming: Tensor,
+    target: Tensor,
+    dtype: torch.dtype,
+    before: Sequence[Future[None]],
+    beside: Tensor | None,
+) -> None:
+    """Add a part of a gradient to `target`, once it has arrived; the rest is as in `_add`."""
     job.wait()
-    _add(incoming, target, dtype, before)
+    _add(incoming, target, dtype, before, beside)
 
 
 def _copy(values: Tensor, gradient: Tensor) -> None:
     values.copy_(gradient)
 
 
-def _add(incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Future[None]) -> None:
-    """Add a part of a gradient on the host to `target`. before: the addition before, which may have failed."""
-    # The addition before writes `target`: it must have ended, and succeeded.
-    before.result()
+def _add(
+    incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Sequence[Future[None]], beside: Tensor | None = None
+) -> None:
+    """Add a part of a gradient on the host to `target`. beside: what is added to it first.
+
+    before: what has written `target` and `beside`, and may have failed.
+    """
+    for each in before:
+        each.result()
+    if beside is not None:
+        incoming = beside + incoming
     # Rounded to `dtype` as autograd rounds, also where `target` is wider.
     target.copy_(target.to(dtype).add_(incoming))
 
@@ -97,6 +127,8 @@ class OffloadedGradients:
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
         """The passages in the order of use, each with the addition that reads from it last."""
         self._totals: dict[ParameterRecord, _Total] = {}
+        self._held: dict[int, dict[ParameterRecord, _Held]] = {}
+        """By the number of the backward, and the record."""
         self._torn: set[ParameterRecord] = set()
         self.left: set[ParameterRecord] = set()
         self._warned = False
@@ -112,8 +144,11 @@ class OffloadedGradients:
         ledger: Ledger,
         *,
         in_backward: bool,
-    ) -> None:
+    ) -> bool:
         """Add a gradient of the parameter to its sum on the host, and release it on the accelerator behind the copy.
+
+        Returns whether this is the first one that is held instead, until `end_backward` at the latest: the backward
+        that runs has yet to write another one of the parameter, which is added to it first.
 
         leaf: the tensor whose `grad` it is, the record's leaf or its parameter. subgroups: the subgroups in which the
         parameter lies; index: the position of the first one. Where ranks divide the parameter, no memory is pinned in
@@ -141,6 +176,7 @@ class OffloadedGradients:
         subgroup = subgroups[0] if subgroups else None
         flat = record.flat_gradient(gradient)
         at_home = arena.streams and leaf is not record.leaf
+        number, first = backward_number() if in_backward else -1, False
         thread = threading.get_ident() if in_backward and not record.sharded else None
         if leaf is not record.leaf:  # written by another thread where it is on another device
             thread = None if before is None else before.thread
@@ -150,17 +186,49 @@ class OffloadedGradients:
                 arrived = ledger.lane.submit(partial(_copy, values, flat))
             else:
                 arrived = ledger.lane.submit(self._send(values, flat, index, subgroup, ledger).wait)
-            total = _Total(arrived, values, gradient.dtype, thread, steps)
-        elif at_home:
-            arrived = ledger.lane.submit(partial(_add, flat, before.values, before.dtype, before.arrived))
-            total = before._replace(arrived=arrived, thread=thread, steps=steps)
+            total = _Total(arrived, values, gradient.dtype, thread, steps, number)
+        elif self._comes_first(record, leaf, before, number):
+            values, arrived = flat, before.arrived
+            if not at_home:
+                values = torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
+                arrived = ledger.lane.submit(self._send(values, flat, index, subgroup, ledger).wait)
+            first = number not in self._held
+            self._held.setdefault(number, {})[record] = _Held(arrived, values)
+            total = before
         else:
-            arrived = self._add(before, flat, index, subgroup, ledger, pin=pin)
-            total = before._replace(arrived=arrived, thread=thread, steps=steps)
+            held = self._held.get(number, {}).pop(record, None)
+            after, beside = [before.arrived, *([held.arrived] if held else [])], held.values if held else None
+            if at_home:
+                arrived = ledger.lane.submit(partial(_add, flat, before.values, before.dtype, after, beside))
+            else:
+                arrived = self._add(before, flat, index, subgroup, ledger, after, beside, pin=pin)
+            total = before._replace(arrived=arrived, thread=thread, steps=steps, backward=number)
         leaf.grad = None
         self._totals[record] = total
         self._torn.discard(record)
         self.left.discard(record)
+        return first
+
+    def _comes_first(self, record: ParameterRecord, leaf: Tensor, before: _Total, number: int) -> bool:
+        """Return whether the backward of this number has yet to write the other gradient of a weight that streams."""
+        if number == -1 or record.leaf is record.parameter or before.backward == number:
+            return False
+        other = record.parameter if leaf is record.leaf else record.leaf
+        return record not in self._held.get(number, {}) and writes_gradient(other)
+
+    def end_backward(self, number: int, lane: HostLane) -> None:
+        """Add the gradients that a backward wrote and that are held for others, which it did not write."""
+        for record, held in self._held.pop(number, {}).items():
+            before = self._totals[record]
+            add = partial(_add, held.values, before.values, before.dtype, [before.arrived, held.arrived])
+            self._totals[record] = before._replace(arrived=lane.submit(add), backward=number)
+
+    def forget_interrupted(self) -> None:
+        """Forget what was held for the rest of a backward that has raised; autograd drops it, too. None may run."""
+        forgotten, self._held = self._held, {}
+        for held in forgotten.values():
+            for each in held.values():
+                each.arrived.exception()  # the copy may still write there
 
     def _send(
         self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
@@ -168,19 +236,34 @@ class OffloadedGradients:
         return ledger.send(index, subgroup, [(destination, gradient)], freed=True).job
 
     def _add(
-        self, before: _Total, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger, *, pin: bool
+        self,
+        before: _Total,
+        gradient: Tensor,
+        index: int,
+        subgroup: Subgroup | None,
+        ledger: Ledger,
+        after: Sequence[Future[None]],
+        beside: Tensor | None,
+        *,
+        pin: bool,
     ) -> Future[None]:
-        """Add a gradient to the parameter's total, part by part; return the future of the last addition."""
+        """Add a gradient to the parameter's total, part by part; return the future of the last addition.
+
+        after, beside: as in `_add_arrived`.
+        """
         arrived = before.arrived
         each = self._passage_bytes // gradient.itemsize
-        for target, source in zip(before.values.split(each), gradient.split(each), strict=True):
+        parts = before.values.split(each)
+        of_others = [None] * len(parts) if beside is None else beside.split(each)
+        for target, source, other in zip(parts, gradient.split(each), of_others, strict=True):
             passage = self._free_passage(ledger.device)
             if pin and not passage.nbytes:
                 self._store.reserve_whole(passage)
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
             job = self._send(incoming, source, index, subgroup, ledger)
             # The CPU lane is one thread, and adds in the order of backward: sums have the same bits each time.
-            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, before.dtype, arrived))
+            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, before.dtype, after, other))
+            after = [arrived]
             # With its last reader: the next gradient must not be copied over a part that the lane has yet to add.
             self._passages.append((passage, arrived))
         return arrived
@@ -265,14 +348,15 @@ class OffloadedGradients:
         for record in records:
             self._torn.discard(record)
             self.left.discard(record)
-            total = self._totals.pop(record, None)
-            if total is not None:
-                # The next gradient is copied there, or the memory is released with its arena, and the copy or the CPU
-                # lane may still write there. A failure does not matter for a gradient that no step uses.
-                total.arrived.exception()
+            for each in [self._totals.pop(record, None), *(held.pop(record, None) for held in self._held.values())]:
+                if each is not None:
+                    # The next gradient is copied there, or the memory is released, and the copy or the CPU lane may
+                    # still write there. A failure does not matter for a gradient that no step uses.
+                    each.arrived.exception()
 
     def forget_all(self) -> None:
         """Forget all gradients, once no addition writes to them."""
+        self.forget_interrupted()
         forgotten, self._totals, self._torn, self.left = self._totals, {}, set(), set()
         for total in forgotten.values():
             total.arrived.exception()  # waits; a failure does not matter for gradients that no step uses

@@ -92,6 +92,7 @@ class Reconciler:
     def _replaced(self, groups: Sequence[Group]) -> list[ParameterRecord]:
         records, members = self._registry.records, {id(p) for group in groups for p in group["params"]}
         used = {r.arena for key, r in records.items() if key in members or r.parameter in self.state}
+        used |= {r.arena for r in records.values() if r.arena.weights}  # whose blocks stream on
         return [record for record in records.values() if record.arena not in used]
 
     def need_home(self, found: Iterable[tuple[ParameterRecord, Group]]) -> bool:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.autograd.graph import get_gradient_edge
 
 disable_dynamo = torch._disable_dynamo
 """Keeps torch.compile out of a method, as torch does for its optimizers.
@@ -26,6 +27,11 @@ def in_backward() -> bool:
 
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that this thread runs, the innermost one where they are nested; -1: none."""
+
+
+def writes_gradient(leaf: Tensor) -> bool:
+    """Return whether the backward that this thread runs writes the gradient of this leaf; also if it has done so."""
+    return leaf.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
 
 
 def check_saved_tensors_hooks() -> None:

@@ -30,16 +30,15 @@ Group = dict[str, Any]
 class WeightHomes:
     """The homes of one model's blocks: of trained parameters in the arenas of their state, of frozen ones apart.
 
-    stream: moves the weights of blocks that stream.
+    stream: moves the weights of blocks that stream. amount: how many blocks stay.
     """
 
     stream: WeightStream
 
     def __init__(self, device: Device, registry: Registry, amount: Amount) -> None:
-        """amount: how many blocks stay."""
         self._device = device
         self._registry = registry
-        self._amount = amount
+        self.amount = amount
         self._frozen: dict[Block, HostTensor] = {}
 
     def move_in(
@@ -63,7 +62,7 @@ class WeightHomes:
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
         self._check_state(model, [[m.parameter for m in mine] for mine in members.values()])
-        stays = spread(len(members), staying(self._amount, len(members)))
+        stays = spread(len(members), staying(self.amount, len(members)))
         streams = [mine for number, mine in enumerate(members.values()) if number not in stays]
         self._enrol(members.values(), streams, groups)
         # Hooks of the former stream would set copies that no transfer fills any more. All checks come before this.
@@ -74,6 +73,12 @@ class WeightHomes:
         for number, (module, mine) in enumerate(members.items()):
             blocks[module] = self._make(number, mine, streams=number not in stays)
         self.stream = WeightStream(self._device, model, blocks, watcher, lock)
+        known = {arena for block in blocks.values() for arena in block.arenas}
+        for record in self._registry.records.values():
+            record.arena.weights &= record.arena in known  # else it would not go with a block that the model has lost
+        # A block that has been unfrozen since has its new subgroups behind all others.
+        order = (id(piece.record.parameter) for s in self._registry.accelerated for piece in s.pieces)
+        self._registry.order_by_use(self.together(order))
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +88,7 @@ class WeightHomes:
     def workload(self) -> dict[str, Any]:
         """Return the fields of a workload that describe the blocks, in the order in which forward uses them."""
         ordered = self._ordered()
-        count = None if self._amount == "auto" else sum(not block.streams for block, _ in ordered)
+        count = None if self.amount == "auto" else sum(not block.streams for block, _ in ordered)
         limits = {} if count is None else {"blocks_least": count, "blocks_most": count}
         return {"blocks": tuple(load for _, load in ordered), **limits}
 
@@ -186,7 +191,7 @@ class WeightHomes:
                 # Each has arenas of its own, so that no subgroup lies in two: a fetch waits only for its own updates.
                 registry.enrol([(m.parameter, group_of[id(m.parameter)]) for m in members if m.parameter.requires_grad])
             at_home = [m.parameter for each in streaming for m in each]
-            check_host_room(registry, trained, at_home, moves=self._amount == "auto")
+            check_host_room(registry, trained, at_home, moves=self.amount == "auto")
         except BaseException:
             devices.streamed = streamed
             registry.forget(

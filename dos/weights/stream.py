@@ -140,6 +140,16 @@ class WeightStream:
         """Know the block by the storage of its copies."""
         self._by_storage[block.storage] = block
 
+    @property
+    def model(self) -> nn.Module | None:
+        """The model; None if it was deleted."""
+        return self._model()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules of the blocks."""
+        return sorted(self._of, key=lambda module: self._of[module].number)
+
     def all_copies(self) -> list[Tensor]:
         """Return the copies of all blocks."""
         return [copy for block in self.blocks for copy in block.copies]

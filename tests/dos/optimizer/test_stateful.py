@@ -219,8 +219,7 @@ class Lockstep(RuleBasedStateMachine):
         if self.fresh:
             scales = scaled and not self.offload_gradients and self.kind.dtype != torch.float16
             self.amp = Amp.SCALED if scales else Amp.OFF
-        # Autograd adds the sum of both terms to a gradient that is there; with copies they are added one by one.
-        penalty = self.fresh and micro_batch[0] % 4 == 0
+        penalty = micro_batch[0] % 4 == 0
         self.fresh = False
         self.add_to_adamw(micro_batch, penalty)
         losses = [run.loss(micro_batch, self.amp, penalty) for run in self.variants]
@@ -277,6 +276,8 @@ class Lockstep(RuleBasedStateMachine):
             with contextlib.suppress(StoppedError), stopped_at(number):
                 run.loss(micro_batch, Amp.OFF).backward()
         self.zero_grad()
+        for run in self.variants:
+            run.model.zero_grad()  # also what the optimizer does not have yet
 
     @rule(set_to_none=st.booleans(), through_model=st.booleans())
     def zero_grad(self, set_to_none: bool = True, through_model: bool = False) -> None:

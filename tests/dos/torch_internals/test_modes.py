@@ -20,6 +20,7 @@ from dos.torch_internals.modes import (
     is_profiled,
     next_node,
     when_backward_ends,
+    writes_gradient,
 )
 
 CHANGED = "torch has changed what dos/torch_internals/modes.py relies on"
@@ -88,6 +89,20 @@ def test_backward_is_known_and_its_end() -> None:
     Nested.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert seen == [True, "inner", "after", "outer"], CHANGED
     assert not in_backward(), CHANGED
+
+
+def test_backward_knows_which_gradients_it_writes() -> None:
+    """Whether it has written them, or has yet to: of leaves in its graph, and of those that it was asked for."""
+    x, y, z = (torch.ones(2, requires_grad=True) for _ in range(3))
+    seen: list[list[bool]] = []
+    hooked = (torch.ones(2, requires_grad=True) * x).sin()
+    hooked.register_hook(lambda _: seen.append([writes_gradient(each) for each in (x, y, z)]))
+    x.register_post_accumulate_grad_hook(lambda _: seen.append([writes_gradient(each) for each in (x, y, z)]))
+    (hooked + y).sum().backward(retain_graph=True)
+    (hooked + y).sum().backward(inputs=[x], retain_graph=True)
+    y.requires_grad_(False)
+    hooked.sum().backward()
+    assert seen == [[True, True, False]] * 2 + [[True, False, False]] * 4, CHANGED
 
 
 def test_compiled_modules_are_known() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, batch, bits
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -102,6 +103,67 @@ def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], 
             optimizer.synchronize()
         ends.append([p.detach() for p in model.parameters()])
     assert_close_ulp(*ends, 256)
+
+
+def load_amsgrad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Its maximum needs memory that the state does not have."""
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["max_exp_avg_sq"] = entry["exp_avg_sq"].clone()
+    saved["param_groups"][0]["amsgrad"] = True
+    optimizer.load_state_dict(saved)
+
+
+def leave(model: Blocks, optimizer: torch.optim.Optimizer) -> None:
+    """The model keeps a block, and the optimizer does not."""
+    gone = set(map(id, model.blocks[3].parameters()))
+    group = optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if id(p) not in gone]
+    for p in model.blocks[3].parameters():
+        optimizer.state.pop(p, None)
+
+
+@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
+@pytest.mark.parametrize("change", [load_amsgrad, leave])
+def test_blocks_stream_on_where_state_is_made_anew_or_left_out(
+    change: Callable[[Any, Any], None], weights: Any
+) -> None:
+    """Without another attach(): each block still has subgroups of its own, at home where it streams."""
+    ends, found = [], []
+    for ours in (True, False):
+        model = Blocks()
+        optimizer: Any = streaming(model) if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
+        if ours:
+            optimizer.attach(model, weights=weights)
+        steps(model, optimizer, 0)
+        change(model, optimizer)
+        steps(model, optimizer, 2, 3)
+        if ours:
+            optimizer.synchronize()
+            session = session_of(optimizer)
+            found = [
+                {s.arena.streams for s in session.registry.subgroups_of(m.parameter for m in block.members)}
+                == {block.streams}
+                for block in session.weights.stream.blocks
+            ]
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(found)
+    assert len(found) == 6
+    assert_close_ulp(*ends, 256)
+
+
+def test_the_state_of_blocks_that_the_model_has_lost_goes_with_the_next_attach() -> None:
+    model = Blocks()
+    optimizer = streaming(model)
+    optimizer.attach(model, weights=0)
+    steps(model, optimizer, 0)
+    remove_both(model, optimizer)
+    optimizer.state.clear()
+    optimizer.attach(model, weights=0)
+    steps(model, optimizer, 2)
+    assert {id(r.parameter) for r in session_of(optimizer).registry.records.values()} == set(
+        map(id, model.parameters())
+    )
 
 
 @pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])

@@ -120,3 +120,29 @@ def test_no_backward_of_another_thread_begins_while_gradients_are_dropped(monkey
     run(lambda **_: None, accumulate_grad=True)
     other.join()
     assert began == ["forget", "forgotten", "other"]
+
+
+@pytest.mark.parametrize("weights", [0, 3])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_waits_for_the_rest_of_a_backward_that_raises_is_dropped_as_autograd_drops_it(
+    weights: Any, again: bool
+) -> None:
+    """A weight's own gradient, of a penalty, waits for that of its copy; a step or another backward follows."""
+
+    def fail(*_: object) -> None:
+        raise StoppedError
+
+    ends = []
+    for streams in (True, False):
+        model = net(torch.float32)
+        optimizer = start(model, weights if streams else None, offload_gradients=streams)
+        loss(model, 0).backward()
+        handle = model.blocks[3].register_full_backward_hook(fail)
+        with pytest.raises(StoppedError):
+            (loss(model, 1) + sum(p.square().sum() for p in model.parameters())).backward()
+        handle.remove()
+        if again:
+            loss(model, 2).backward()
+        optimizer.step()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -77,17 +78,46 @@ def penalty(model: nn.Module) -> Tensor:
     return 1e-2 * sum(p.float().square().sum() for p in model.parameters())
 
 
+def before(model: nn.Module, step: int) -> Tensor:
+    """Made before the forward, so that backward comes to it last."""
+    return penalty(model) + loss(model, step)
+
+
+def behind(model: nn.Module, step: int) -> Tensor:
+    return loss(model, step) + penalty(model)
+
+
+def alone(model: nn.Module, step: int) -> Tensor:
+    return penalty(model)
+
+
+def unreached(model: nn.Module, step: int) -> Tensor:
+    """The graph has the homes, and no gradient comes to them."""
+    return loss(model, step) + _Nothing.apply(*model.parameters())
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[None, ...]:
+        return (None,) * ctx.count
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_parameters_in_the_graph_beside_their_copies(weights: Any) -> None:
-    """As a penalty on all weights, in some micro-batches alone."""
+@pytest.mark.parametrize("losses", [(behind, alone, loss), (loss, before, behind, unreached, alone, before)])
+def test_parameters_in_the_graph_beside_their_copies(weights: Any, losses: Sequence[Callable[..., Tensor]]) -> None:
+    """As a penalty on all weights, in some micro-batches: a backward's gradients add up before those of others."""
     ends = []
     for streams in (True, False):
         model = net(torch.float32)
         optimizer = start(model, weights) if streams else DOSAdam(model.parameters(), lr=1e-2)
         for step in range(2):
-            (loss(model, step) + penalty(model)).backward()
-            penalty(model).backward()
-            loss(model, 10 + step).backward()
+            for number, each in enumerate(losses):
+                each(model, 10 * step + number).backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append(bits(model.parameters()))
