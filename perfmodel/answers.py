@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perfmodel.balance import Balance
+from perfmodel.compute import memory_freed
 from perfmodel.demand import demand
 from perfmodel.division import Division, divisions, fits
+from perfmodel.floor import Floor
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
@@ -76,11 +78,14 @@ class Answers:
         self._compute_s = self._scope.compute_s(workload)
         self._balance = Balance(workload, profile)
         self._proposed: dict[Division, np.ndarray] = {}
-        self._known: dict[tuple[Division, int, float], float] = {}
+        self._known: dict[tuple[Division, int, tuple[int, ...]], float] = {}
+        self._floor = Floor(workload, profile, self._scope)
+        self._least: dict[tuple[Division, int], float] = {}
+        self._divided: dict[tuple[Division, int], Plan] = {}
         self._busy: dict[tuple[SubgroupLoad, Placement], float] = {}
         self._plans: dict[tuple[float, ...], Plan] = {}
         """By memory."""
-        self._waits: dict[tuple[frozenset[int], int], float] = {}
+        self._simulator = Simulator(workload, profile)
 
     def best(self, workload: Workload) -> Plan:
         """Return the best plan for this memory; all state on the GPU where that is about as good.
@@ -92,7 +97,7 @@ class Answers:
             if len(self._plans) == REMEMBERED:
                 self._plans.pop(next(iter(self._plans)))
             best = self._choose(workload)
-            self._plans[memory] = best.division.plan(workload, best.on_cpu)
+            self._plans[memory] = self._plan(best.division, best.on_cpu)
         return self._plans[memory]
 
     def _choose(self, workload: Workload) -> Choice:
@@ -115,7 +120,9 @@ class Answers:
         found = list[Choice]()
 
         def look(division: Division, on_cpu: int) -> Choice:
-            found.append(Choice(self._seconds(workload, division, on_cpu), division, on_cpu))
+            # Plans that cannot be as good as the best so far are not simulated.
+            if not found or self._least_s(division, on_cpu) <= self._as_good(min(found, key=_COST)):
+                found.append(Choice(self._seconds(workload, division, on_cpu), division, on_cpu))
             return min(found, key=_COST)
 
         first, *proposed = [(each, NEAR) for each in _varied(choices)] + [(each, FAR) for each in self._fixed(choices)]
@@ -136,14 +143,25 @@ class Answers:
                 left -= 1
                 best = look(before.division, on_cpu)
             step = step if best is not before else step // 2
-        good = best.cost + ALIKE * (self._compute_s + best.cost)
+        good = self._as_good(best)
         return min(
             (choice for choice in found if choice.cost <= good), key=lambda choice: self._busy_s(workload, choice)
         )
 
+    def _as_good(self, best: Choice) -> float:
+        """The most that a plan costs which is about as good."""
+        return best.cost + ALIKE * (self._compute_s + best.cost)
+
+    def _least_s(self, division: Division, on_cpu: int) -> float:
+        """Seconds by which a plan makes the iteration longer at least, by sums of work."""
+        key = division, on_cpu
+        if key not in self._least:
+            self._least[key] = self._floor.seconds(self._plan(division, on_cpu))
+        return self._least[key]
+
     def _busy_s(self, workload: Workload, choice: Choice) -> float:
         """Seconds for which a plan keeps the CPU and the links busy."""
-        plan, times, blocks = choice.division.plan(workload, choice.on_cpu), workload.micro_batches, workload.blocks
+        plan, times, blocks = self._plan(choice.division, choice.on_cpu), workload.micro_batches, workload.blocks
         away = sum(block.nbytes for b, block in enumerate(blocks) if b not in plan.blocks_on_device)
         moved = (plan.activation_bytes + away) * 2 * times / self.profile.h2d_bandwidth
         return moved + sum(self._placed_s(load, p) for load, p in zip(workload.subgroups, plan.placements, strict=True))
@@ -159,13 +177,19 @@ class Answers:
 
     def _seconds(self, workload: Workload, division: Division, on_cpu: int) -> float:
         """Seconds by which a plan makes the iteration longer, simulated once."""
+        plan = self._plan(division, on_cpu)
         # Backward frees memory for slots sooner where more is free beside state.
-        free = workload.peak_free(division.activation_bytes) if division.streams and division.slots else 0.0
-        key = division, on_cpu, free
+        key = division, on_cpu, memory_freed(plan, workload, plan.slots) if division.streams else ()
         if key not in self._known:
-            simulator = Simulator(workload, self.profile, self._scope, self._waits)
-            self._known[key] = simulator.makespan(division.plan(workload, on_cpu)) - self._compute_s
+            simulator = Simulator(workload, self.profile, self._scope, self._simulator)
+            self._known[key] = simulator.makespan(plan) - self._compute_s
         return self._known[key]
+
+    def _plan(self, division: Division, on_cpu: int) -> Plan:
+        key = division, on_cpu
+        if key not in self._divided:
+            self._divided[key] = division.plan(self.workload, on_cpu)
+        return self._divided[key]
 
     def _choices(self, some: Sequence[Division]) -> Iterator[Choice]:
         """For each division the best number of subgroups on the CPU, by the closed form."""

@@ -230,7 +230,7 @@ class _Sums:
         each = workload.subgroups[0]
         saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
         fetches = [operation_demand(Stream.WEIGHTS, block.nbytes, each, profile) for block in workload.blocks]
-        links = _speeds(
+        links = least_speeds(
             {
                 CPU: [c[Stream.CPU] for c in costs],
                 H2D: [c[s] for c in costs for s in (Stream.PARAMETER, Stream.PREFETCH)] + fetches,
@@ -238,7 +238,7 @@ class _Sums:
             },
             profile,
         )
-        self._prices = _prices(links)
+        self._prices = prices(links)
         idle = links[:, 0] == 0  # the CPU, while backward lasts
         self._fastest = np.maximum(links[idle].max(axis=0), 1.0)
         self._beside_speed = (links[idle] @ self._prices.T).max(axis=0)
@@ -256,7 +256,7 @@ class _Sums:
             state = [load.state_bytes for load in loads]
             self._state = float((state / held).min()), workload.windows * max(state)
             ways = {DISK_READ: [c[Stream.READ] for c in costs], DISK_WRITE: [c[Stream.WRITE] for c in costs]}
-            self._disk_prices = _prices(_speeds(ways, profile.replace(host_bandwidth=math.inf)))
+            self._disk_prices = prices(least_speeds(ways, profile.replace(host_bandwidth=math.inf)))
 
     @property
     def cells(self) -> Cells:
@@ -399,7 +399,7 @@ def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
     return max(sums)
 
 
-def _speeds(operations: dict[int, list[Demand]], profile: HardwareProfile) -> np.ndarray:
+def least_speeds(operations: dict[int, list[Demand]], profile: HardwareProfile) -> np.ndarray:
     """Speeds of lanes, one row for each set of them that is busy, 0 for the others.
 
     Where operations differ in their demand on host DRAM the least one counts: no plan is faster.
@@ -411,7 +411,7 @@ def _speeds(operations: dict[int, list[Demand]], profile: HardwareProfile) -> np
     return speeds * (np.arange(len(speeds))[:, None] >> np.arange(len(asked)) & 1)
 
 
-def _prices(speeds: np.ndarray) -> np.ndarray:
+def prices(speeds: np.ndarray) -> np.ndarray:
     """Seconds that a second of each lane's work is worth, in rows, each as much as can be at these speeds.
 
     No set of busy lanes does work that is worth more than a second in a second, so the worth of all work is a bound of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
@@ -45,19 +45,19 @@ def backward_pieces(
     return _pieces(add, BACKWARD, runs, [saved[g].due for g in groups], due, weights)
 
 
-def memory_freed(plan: Plan, workload: Workload, pieces: Mapping[int, int], slot: int) -> tuple[int, ...]:
-    """The piece of backward whose end frees memory for this slot. pieces: in the order of backward.
+def memory_freed(plan: Plan, workload: Workload, slots: int) -> tuple[int, ...]:
+    """By slot, the number of pieces of backward, one a subgroup, whose end frees memory for it; 0: it is free before.
 
     Free memory grows evenly during backward, from the bytes beside resident state at the peak to update_free_bytes.
     """
-    held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT))
-    spare = workload.peak_free(plan.activation_bytes) - held - workload.weight_bytes(plan.blocks_on_device)
-    needed = workload.staging_bytes(slot + 1)
-    if needed <= spare:
-        return ()
-    gained, ends = workload.update_free_bytes - spare, [*pieces.values()]
-    freed = min(1.0, (needed - spare) / gained) if gained > 0 else 1.0
-    return (ends[max(1, min(len(ends), math.ceil(freed * len(ends)))) - 1],)
+    held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + workload.weight_bytes(plan.blocks_on_device)
+    spare, pieces = workload.peak_free(plan.activation_bytes) - held, len(workload.backward_runs)
+    gained, found = workload.update_free_bytes - spare, list[int]()
+    for slot in range(slots):
+        missing = workload.staging_bytes(slot + 1) - spare
+        freed = min(1.0, missing / gained) if gained > 0 else 1.0
+        found.append(0 if missing <= 0 else max(1, min(pieces, math.ceil(freed * pieces))))
+    return tuple(found)
 
 
 def forward_pieces(

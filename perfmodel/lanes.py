@@ -111,15 +111,18 @@ _FED = [(*service.streams, NEVER, NEVER, NEVER)[:4] for service in LANES.values(
 _URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 """The number of the lane that a stream feeds."""
+Speeds = dict[tuple[float, ...], list[float]]
+"""Speeds of all lanes, by the bytes/s of host DRAM that each would cause alone; -1 where one is idle."""
 
 
 def run_tasks(
-    tasks: Sequence[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile
+    tasks: Sequence[tuple[int, float, float, Sequence[int]]], profile: HardwareProfile, known: Speeds | None = None
 ) -> tuple[list[float], list[float]]:
     """Start and end of each task, in seconds from 0.
 
     tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
         by number, that must have ended, besides its predecessor in the stream.
+    known: speeds under this profile that other runs have found; this one adds to them.
 
     A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
     then the one issued first. Activations and weights go before state, and interrupt it: a device lets them in where a
@@ -142,7 +145,7 @@ def run_tasks(
     ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
     start = [math.nan] * len(waits)
     end = [math.nan] * len(waits)
-    speeds_of: dict[tuple[float, ...], list[float]] = {}
+    speeds_of = {} if known is None else known
     running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
     now, busy, interrupted = 0.0, list[int](), dict[int, float]()
     free = list(range(len(LANES)))  # those that may begin something

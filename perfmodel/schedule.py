@@ -61,7 +61,8 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
         # Offloaded gradients pass through slots, which backward does not fill then.
         filled = 0 if workload.returns else min(slots, plan.placements.count(STREAMED))
-        vacated[:filled] = [memory_freed(plan, workload, made.piece, slot) for slot in range(filled)]
+        ends = [*made.piece.values()]
+        vacated[:filled] = [(ends[n - 1],) if n else () for n in memory_freed(plan, workload, filled)]
     made.step(backward, vacated)
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks), kept=made.windows.inside)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from perfmodel.demand import operation_demand
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import LANE_OF_STREAM, Stream, run_tasks
+from perfmodel.lanes import LANE_OF_STREAM, Speeds, Stream, run_tasks
 from perfmodel.plan import Plan
 from perfmodel.schedule import schedule, schedule_micro_batch
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.tasks import Schedule
 from perfmodel.timeline import Lane, Op, Span, Timeline
-from perfmodel.workload import Workload
+from perfmodel.workload import SubgroupLoad, Workload
 
 __all__ = ["UPDATE_ALONE", "Phase", "Scope", "Simulator", "exposed", "makespan", "serve", "simulate"]
 
@@ -52,15 +52,18 @@ class Simulator:
         workload: Workload,
         profile: HardwareProfile,
         scope: Scope = UPDATE_ALONE,
-        waits: dict[tuple[frozenset[int], int], float] | None = None,
+        like: Simulator | None = None,
     ) -> None:
-        """waits: of micro-batches, which it adds to, where another simulator has found some."""
+        """like: of the same profile, and of a workload that differs in memory alone: what it finds, both know."""
         self.tasks = 0
         self._workload = workload
         self._profile = profile
         self._scope = scope
-        self._known: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self._waits = {} if waits is None else waits
+        self._kinds: list[int] = like._kinds if like else _numbered(workload.subgroups)
+        self._costs: dict[tuple[int, int, int], tuple[float, float]] = like._costs if like else {}
+        """Seconds of an operation alone, and bytes/s of host DRAM, by stream, size and kind of subgroup."""
+        self._speeds: Speeds = like._speeds if like else {}
+        self._waits: dict[tuple[frozenset[int], int], float] = like._waits if like else {}
 
     def makespan(self, plan: Plan) -> float:
         """Seconds of a plan, as the function of that name returns them."""
@@ -81,21 +84,26 @@ class Simulator:
 
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """Start and end of each task of a schedule, in seconds."""
-        loads, workload, known = self._workload.subgroups, self._workload, self._known
-        each_s, compute = workload.seconds_by_size, Stream.COMPUTE
+        loads, kinds, known = self._workload.subgroups, self._kinds, self._costs
+        each_s, compute = self._workload.seconds_by_size, Stream.COMPUTE
         tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
             else:
-                load = loads[subgroup or 0]
-                key = stream, size, id(load)  # equal ones often are one object, which the workload keeps
+                key = stream, size, kinds[subgroup or 0]
                 if key not in known:
-                    cost = operation_demand(stream, size, load, self._profile)
+                    cost = operation_demand(stream, size, loads[subgroup or 0], self._profile)
                     known[key] = cost.seconds, cost.rate
                 seconds, rate = known[key]
             tasks.append((stream, seconds, rate, after))
-        return run_tasks(tasks, self._profile)
+        return run_tasks(tasks, self._profile, self._speeds)
+
+
+def _numbered(loads: Sequence[SubgroupLoad]) -> list[int]:
+    """A number for each, the same for equal ones."""
+    numbers: dict[SubgroupLoad, int] = {}
+    return [numbers.setdefault(load, len(numbers)) for load in loads]
 
 
 def _spans(schedule: Schedule, starts: list[float], ends: list[float]) -> Iterator[Span]:

@@ -179,12 +179,12 @@ class Workload:
         """A workload of subgroups with `sizes` parameters whose state is kept in one format. others: its fields."""
         return cls(tuple(SubgroupLoad.of(numel, state) for numel in sizes), **others)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Parameters of all subgroups."""
         return sum(load.numel for load in self.subgroups)
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of all optimizer state."""
         return sum(load.state_bytes for load in self.subgroups)
@@ -193,7 +193,7 @@ class Workload:
         """Bytes of the state of these alone, by index."""
         return sum(self.subgroups[i].state_bytes for i in subgroups)
 
-    @property
+    @functools.cached_property
     def slot_bytes(self) -> int:
         """Size of a staging slot that takes any of the subgroups, in bytes."""
         return max(load.state_bytes for load in self.subgroups)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from perfmodel import Placement, Plan
 from perfmodel.bounds import lower_bound
+from perfmodel.floor import Floor
 from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
-from perfmodel.policies import spilled
-from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed
+from perfmodel.policies import cpu_only, spilled, static_ratio, stride
+from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload, peak_room
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
@@ -131,7 +132,21 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
 def test_no_plan_is_faster(case: tuple[Plan, Workload, HardwareProfile], alone: bool) -> None:
     plan, load, profile = case
     scope = UPDATE_ALONE if alone else Scope.beside(load)
-    assert exposed(plan, load, profile, scope) >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9
+    seconds = exposed(plan, load, profile, scope)
+    assert seconds >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9
+    least = Floor(load, profile, scope).seconds(plan)
+    assert seconds >= least - 1e-9 * (1 + abs(least)), "nor than by its own sums"
+
+
+def test_the_sums_of_a_plan_come_near_its_time() -> None:
+    """So near that they tell which plans need not be simulated."""
+    load = work(24, size=50_000_000, backward_s=0.2, forward_s=0.1)
+    load = dataclasses.replace(load, peak_free_bytes=load.state_bytes / 3)
+    profile, scope = builtin_profiles()["h100"], Scope.beside(load)
+    compute_s = scope.compute_s(load)
+    for plan in (cpu_only(load), stride(load, 2), stride(load, 1, slots=1), static_ratio(load, 0.7)):
+        least = compute_s + Floor(load, profile, scope).seconds(plan)
+        assert least >= 0.93 * makespan(plan, load, profile, scope)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
