@@ -17,6 +17,16 @@ from dos.weights.blocks import Member
 from perfmodel import Op
 
 
+class OnDevice:
+    """What the blocks of a model take of the device, which is counted as they change; may be read from any thread.
+
+    nbytes: the bytes of all blocks that are filled. streaming: the number of those of them that stream.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self.streaming = 0
+
+
 class Block:
     """The parameters that belong to one block alone.
 
@@ -38,7 +48,9 @@ class Block:
 
     # Device memory of one block: `fetch` allocates it and starts the copy, `join` orders the caller behind the copy,
     # `release` empties it. The copies always have the same storage and the same version counters.
-    def __init__(self, number: int, members: Sequence[Member], device: Device) -> None:
+    def __init__(self, number: int, members: Sequence[Member], device: Device, there: OnDevice) -> None:
+        """there: counts this block, too."""
+        self._there = there
         self.number = number
         self.members = members
         self.streams = True
@@ -80,6 +92,12 @@ class Block:
         buffer.untyped_storage().resize_(0)
         return tensors
 
+    def count(self, *, filled: bool, streams: bool) -> None:
+        """Set both, and count the block by them."""
+        self._there.nbytes += (filled - self.filled) * self.nbytes
+        self._there.streaming += (filled and streams) - (self.filled and self.streams)
+        self.filled, self.streams = filled, streams
+
     def leave_memory(self) -> None:
         """Go on without memory, in another storage: user code may have kept tensors of weights that have stayed.
 
@@ -87,7 +105,8 @@ class Block:
         """
         for copy, tensor in zip(self.copies, self._make_buffer(self._buffer.device), strict=True):
             copy.data = tensor
-        self.filled, self._job, self._joined = False, None, set()
+        self.count(filled=False, streams=self.streams)
+        self._job, self._joined = None, set()
         self.end_backward()
 
     def __del__(self) -> None:
@@ -147,7 +166,7 @@ class Block:
             Op.WEIGHTS, self.number, self._transfers(), (*self._device.fence([self._queue]), *after)
         )
         # After the copy was issued: if that raises, the memory has no weights.
-        self.filled = True
+        self.count(filled=True, streams=self.streams)
         self._job = self._reading = job
         for arena in self.arenas:
             arena.reading = job
@@ -195,7 +214,7 @@ class Block:
             return
         if self._job is not None and not self._joined:
             self.join()  # no forward has joined: the transfer would write to memory that the allocator gives away
-        self.filled = False
+        self.count(filled=False, streams=self.streams)
         self.end_backward()
         self._job, self._joined = None, set()
         # Views that autograd has saved keep the storage object, without memory. Reading one before the next fetch would

@@ -18,7 +18,7 @@ from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.torch_internals.module_parameters import move_buffers, parameters_of
 from dos.torch_internals.tensors import share_gradient_hooks
-from dos.weights.block import Block
+from dos.weights.block import Block, OnDevice
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.host_room import check_host_room
 from dos.weights.stream import WeightStream, stream_of
@@ -69,10 +69,10 @@ class WeightHomes:
         if before is not None:
             before.detach()
         self._move_rest(model, {id(m.parameter) for each in members.values() for m in each})
-        blocks = {}
+        blocks, there = {}, OnDevice()
         for number, (module, mine) in enumerate(members.items()):
-            blocks[module] = self._make(number, mine, streams=number not in stays)
-        self.stream = WeightStream(self._device, model, blocks, watcher, lock)
+            blocks[module] = self._make(number, mine, there, streams=number not in stays)
+        self.stream = WeightStream(self._device, model, blocks, there, watcher, lock)
         known = {arena for block in blocks.values() for arena in block.arenas}
         for record in self._registry.records.values():
             record.arena.weights &= record.arena in known  # else it would not go with a block that the model has lost
@@ -211,11 +211,11 @@ class WeightHomes:
             self._device.count(parameter)
         move_buffers(model, there)
 
-    def _make(self, number: int, members: Sequence[Member], *, streams: bool) -> Block:
+    def _make(self, number: int, members: Sequence[Member], there: OnDevice, *, streams: bool) -> Block:
         """Make a block of enrolled parameters, and move all its parameters."""
         registry = self._registry
         trained = [m.parameter for m in members if m.parameter.requires_grad]
-        block = Block(number, members, self._device)
+        block = Block(number, members, self._device, there)
         block.make_copies(getattr(self._device, "torch_device", torch.device("cpu")))
         for member, copy in zip(members, block.copies, strict=True):
             record = registry.record(member.parameter)
@@ -247,7 +247,7 @@ class WeightHomes:
             self._move_home(block, records)
         else:
             self._move_to_device(block)
-        block.streams = streams
+        block.count(filled=block.filled, streams=streams)
         for arena in {record.arena for record in records}:  # of parameters that are frozen now, too
             arena.streams = streams
         for record, each in zip(records, written, strict=True):

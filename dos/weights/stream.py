@@ -36,7 +36,7 @@ from dos.torch_internals.module_parameters import (
     wait_before_reading,
 )
 from dos.torch_internals.tensors import converted_from, storage_address
-from dos.weights.block import Block
+from dos.weights.block import Block, OnDevice
 from dos.weights.inputs import serve_inputs
 from dos.weights.interrupted import after_interruptions
 from dos.weights.lost import SAID, Lost
@@ -68,12 +68,13 @@ class WeightStream:
         device: Device,
         model: nn.Module,
         blocks: Mapping[nn.Module, Block],
+        there: OnDevice,
         watcher: Any,
         lock: Any,
     ) -> None:
         """watcher: its `weights_ready` returns the jobs after which homes have their newest values."""
         self.blocks = tuple(blocks.values())
-        self._device = device
+        self._device, self._there = device, there
         # Weak: the model's hooks refer to this, and must keep neither the model nor its optimizer alive.
         self._model = weakref.ref(model)
         self._watcher = weakref.ref(watcher)
@@ -183,7 +184,7 @@ class WeightStream:
     @property
     def nbytes(self) -> int:
         """Bytes of weights on the device now; may be read from any thread."""
-        return sum(block.nbytes for block in self.blocks if block.filled)
+        return self._there.nbytes
 
     def stalls(self) -> Sequence[tuple[Mark, Mark]]:
         """Return where the caller's waits for weights began and ended since the last call of this."""
@@ -500,7 +501,7 @@ class WeightStream:
 
     def _fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
         """Start to fetch the blocks after this one, if their updates have ended and the window has room."""
-        room = WEIGHT_WINDOW - sum(each.filled and each.streams for each in self.blocks)
+        room = WEIGHT_WINDOW - self._there.streaming
         following: Block | None = block
         for _ in self.blocks:  # bounded, because a forward may use a block again
             following = None if following is None else order.get(following)

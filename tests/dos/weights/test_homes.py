@@ -6,11 +6,13 @@ import copy
 import gc
 import pickle
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -174,6 +176,55 @@ def test_two_blocks_are_on_the_device_at_a_time_and_the_next_one_comes_while_one
     device.fetched.clear()
     train(model, optimizer, 1, micro_batches=2)
     assert device.fetched == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]  # and the first two for forward
+
+
+@pytest.mark.parametrize("weights", [0, 0.5, "auto"])
+def test_calls_for_a_block_do_not_grow_with_their_number(weights: Any) -> None:
+    few, many = (calls(blocks, weights) / blocks for blocks in (8, 32))
+    assert many < 1.1 * few
+
+
+def calls(blocks: int, weights: Any) -> int:
+    """How often a forward and backward call a function of dos/weights, in an iteration after others."""
+    model, found = net(blocks=blocks), 0
+    optimizer = start(model, weights, profile=FAST, policy="adaptive" if weights == "auto" else "cpu")
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call" and "dos/weights" in frame.f_code.co_filename
+
+    train(model, optimizer, 2, micro_batches=1)
+    optimizer.synchronize()
+    sys.setprofile(count)
+    try:
+        loss(model, 2).backward()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_what_blocks_take_of_the_device_is_counted_as_they_move() -> None:
+    model, other = net(), net()
+    optimizer, reference = start(model, 2), start(other, None)
+    for step, weights in enumerate((2, 0, 6, 3)):
+        if step:
+            optimizer.attach(model, weights=weights)
+        train(model, optimizer, 1, first=step)
+        train(other, reference, 1, first=step)
+        stream = session_of(optimizer).weights.stream
+        for _ in range(2):
+            there = [block for block in stream.blocks if block.filled]
+            assert stream.nbytes == sum(block.nbytes for block in there)
+            assert stream._there.streaming == sum(block.streams for block in there)
+            loss(model, step).backward()
+        optimizer.zero_grad()
+        session_of(optimizer).weights.move(stream.blocks[1], streams=not stream.blocks[1].streams)
+        there = [block for block in stream.blocks if block.filled]
+        assert (stream.nbytes, stream._there.streaming) == (
+            sum(block.nbytes for block in there),
+            sum(block.streams for block in there),
+        )
+    assert everything(model, optimizer) == everything(other, reference)
 
 
 @pytest.mark.parametrize("stay", [6, 8])
