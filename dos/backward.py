@@ -280,20 +280,31 @@ class Backward:
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Mark the call of `step()` in the caller's work, for the iteration and the pace."""
+        self._record_call(plan, any(subject.departed for subject in subjects))
+        # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
+        # and the share of the host that updates of parameters there take is not measured.
+        self.now.alone = not self.now.moves and all(subgroup.arena.accelerated for subgroup in updates)
+
+    def end_updates(self, plan: Plan) -> None:
+        """Mark the call of a `step()` whose updates backward has issued, by this plan."""
+        self._record_call(plan, self.now.first_departure is not None)
+        self.now.alone = False  # rates are refined by steps that begin when backward has ended
+        self.decisions.begin_step(plan, self.now)
+        self.steps += 1
+
+    def _record_call(self, plan: Plan, departed: bool) -> None:
+        """departed: whether gradients have left in backward, and are used as they left."""
         now = self.now
         if self.weights is not None:
             self._micro_batches = self.weights.stream.take_forwards()
         else:
             self._micro_batches = round(now.gradients / max(1, len(self._registry.watching)))
         now.step, now.started = self.device.mark(), time.perf_counter()
-        early = any(subject.departed for subject in subjects) if Placement.CPU in plan.placements else None
+        early = departed if Placement.CPU in plan.placements else None
         self.decisions.pace.step(now, early=early, stalls=self._stalls())
         now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
-        # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
-        # and the share of the host that updates of parameters there take is not measured.
-        now.alone = not now.moves and all(subgroup.arena.accelerated for subgroup in updates)
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from dos.activations.offload import checked_amount
 from dos.arguments import flag
 from dos.devices import Device, checked_device
-from dos.gradients.torch_clipping import watch_clipping
+from dos.gradients.torch_clipping import refuse_clipping, watch_clipping
 from dos.gradients.zeroing import tell_others, watch_zeroing, zero_grad_of_optimizers
 from dos.guard import shell
 from dos.options import Options, folders_of
@@ -202,6 +202,7 @@ class DOSAdam(Optimizer):
         """
         loss = None
         if closure is not None:
+            self._session.refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may
@@ -229,6 +230,7 @@ class DOSAdam(Optimizer):
         activations: float | Literal["auto"] | None = None,
         weights: float | Literal["auto"] | None = None,
         blocks: Iterable[nn.Module] | None = None,
+        updates: Literal["step", "backward"] = "step",
     ) -> None:
         """Let updates continue during the next forward of ``model``: ``step()`` returns while the host still updates.
 
@@ -250,11 +252,35 @@ class DOSAdam(Optimizer):
             weights are moved.
         blocks: the model's blocks, modules that each run once in a forward; None: its longest ``ModuleList`` of modules
             of one type. Parameters of no block, or of several, stay on the device.
-        Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters.
+        updates: ``"backward"``: update each parameter of ``model`` while backward runs, once its gradient is final, and
+            set ``p.grad`` to None; ``step()`` ends the iteration, and updates what is left (docs/updates-during-backward.md).
+            Each backward is a step, except within ``no_update()``. Not with clipping, GradScaler or several ranks.
+            ``"step"``: all updates begin in ``step()``.
+        Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters, or
+        with ``updates="backward"`` where updates cannot begin in backward.
         """
         check_model(model, self._session.parameters)
-        self._session.attach(model, checked_amount(activations), checked_weights(weights), blocks)
+        if updates not in ("step", "backward"):
+            raise ValueError(f"updates must be 'step' or 'backward', found {updates!r}")
+        amounts = checked_amount(activations), checked_weights(weights)
+        self._session.attach(model, *amounts, blocks, updates=updates == "backward")
+        if updates == "backward":
+            refuse_clipping()
         watch_zeroing(self._session)
+
+    def no_update(self) -> AbstractContextManager[None]:
+        """Let backward only add up gradients, after ``attach(updates="backward")``, as ``no_sync`` of DDP does. ::
+
+            with optimizer.no_update():
+                for batch in micro_batches[:-1]:
+                    loss(model(batch)).backward()
+            loss(model(micro_batches[-1])).backward()  # updates with the sum of all
+            optimizer.step()
+
+        Also for a backward of another loss that reaches parameters of ``model``, before ``zero_grad()``. Without
+        ``updates="backward"`` it changes nothing.
+        """
+        return self._session.no_update()
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
         """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::

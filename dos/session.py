@@ -23,6 +23,17 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.editing import Edit, Editing
 from dos.gradients.scaling import amp_scale
 from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
+from dos.in_backward import (
+    CLOSURE,
+    STATE_READ,
+    TOUCHED,
+    UNENDED,
+    InBackward,
+    Run,
+    check_updates,
+    stop_watching,
+    watch_backwards,
+)
 from dos.options import Options
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import Group
@@ -43,11 +54,13 @@ from dos.state.own_storage import overlap_with
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.ledger import Ledger
+from dos.step.parts import Parts
 from dos.step.prepare import Preparation, Prepared
 from dos.step.unseen import LOST
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
 from dos.torch_internals.modes import backward_number, when_backward_ends
+from dos.torch_internals.module_parameters import parameters_of
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
 from dos.weights.stream import stream_of
@@ -76,6 +89,7 @@ class Session:
     groups: the optimizer's param groups.
     attachment: the model into whose next forward updates run, if any.
     weights: the model's blocks whose weights stream, if any do.
+    in_backward: the updates during backward, if the model was attached with them.
     ledger: where state is, and the transfers in flight.
     on_device: backward and the plans on the accelerator; None until a parameter there is admitted.
     skipped: the number of steps skipped because gradients were not finite.
@@ -95,6 +109,7 @@ class Session:
         self.groups: list[Group] = []
         self.attachment: Attachment | None = None
         self.weights: WeightHomes | None = None
+        self.in_backward: InBackward | None = None
         self.clipping = Clipping(self.registry.offloaded, options.max_grad_norm, meshes, skips=options.skip_nonfinite)
         self.skipped = 0
         self.reconciler = Reconciler(self.registry, options.rule)
@@ -165,8 +180,14 @@ class Session:
                 "anything; capture forward and backward alone, and call step() after each replay"
             )
         look_at_all()
-        # First, because the host may still update from the memory to which this step sends its gradients.
-        self._end_last_step()
+        mode, whole = self.in_backward, False
+        if mode is not None:
+            mode.check_step(self.groups, scaled=found_inf is not None or grad_scale is not None)
+            mode.restore()
+            whole = bool(mode.issued) and all(p.grad is None for p in self.parameters)
+        if not whole:
+            # First, because the host may still update from the memory to which this step sends its gradients.
+            self._end_last_step()
         if self.weights is not None:
             self.weights.stream.release_all()  # a copy that no module used would be older than the updated weights
         try:
@@ -177,8 +198,10 @@ class Session:
             amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=self.registry.offloaded.enabled)
             if self.on_device is not None:
                 self.on_device.departures.writes = amp.writes
-            ready = None if amp.skip else self._prepare(amp.factor)
-            if amp.skip:
+            ready = None if amp.skip or whole else self._prepare(amp.factor)
+            if whole:
+                self._commit_updated()
+            elif amp.skip:
                 self.clipping.forget()
             elif ready is None:
                 self._skip()
@@ -186,7 +209,7 @@ class Session:
                 self.guard.phase = Phase.PREPARED
                 self._commit(ready)
             if self.on_device is not None:
-                self.on_device.end(skipped=ready is None)
+                self.on_device.end(skipped=ready is None and not whole)
             self.guard.phase = Phase.IDLE
             # Hooks of an attached model order the caller, while updates run on into the forward.
             if self.attachment is None or not self.ledger.running:
@@ -199,6 +222,8 @@ class Session:
             with contextlib.suppress(Exception):  # the error that is raised already came first
                 self._settle()
             raise
+        if mode is not None:
+            mode.finish(self.parameters)
         if self.on_device is not None:
             # The caller continues with the next forward: another iteration begins.
             self.ledger.trim()
@@ -255,6 +280,8 @@ class Session:
         if scales is None:
             return None
         updates = updates_of(active, registry, scales)
+        if self.in_backward is not None:
+            updates = self.in_backward.left(updates)
         if self.on_device is None or facts is None:
             return Ready(active, updates, None)
         return Ready(active, updates, self._prepare_device(self.on_device, facts, updates))
@@ -330,6 +357,7 @@ class Session:
             updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
             self.ledger.pending = dict.fromkeys(updated, frozenset())
             self.reconciler.count(active)
+            self._count_updated()
             if self.on_device is not None and prepared is not None:
                 self.on_device.issue(prepared)
             registry.offloaded.forget_all()
@@ -339,6 +367,30 @@ class Session:
             registry.written([record for record, _ in active.members if record not in self.ledger.pending])
             # Else the factors would apply in the next step if user code uses the same gradients again.
             self.clipping.forget()
+        self._join_uncovered()
+
+    def _commit_updated(self) -> None:
+        """Count a step of which backward has issued everything."""
+        with self.guard.change():
+            self.guard.steps += 1
+            self._count_updated()
+            if self.on_device is not None and self.on_device.now.workload is not None and self.ledger.step is not None:
+                plan = None if self.in_backward is None else self.in_backward.plan
+                assert plan is not None, "its step is in flight"
+                self.on_device.decisions.memory.enter(Op.UPDATE)
+                self.on_device.end_updates(plan)
+            self.ledger.close()
+            self.clipping.forget()
+        self._join_uncovered()
+
+    def _count_updated(self) -> None:
+        """Count this step of the parameters that backward has updated."""
+        if self.in_backward is not None and self.in_backward.complete:
+            complete = self.in_backward.complete
+            self.reconciler.count(Active(complete, len(complete)))
+
+    def _join_uncovered(self) -> None:
+        """Order the caller behind the updates of parameters for which no hook of an attached model will wait."""
         if self.attachment is not None:
             tell_autograd(self.ledger.pending)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
@@ -380,6 +432,11 @@ class Session:
     def capturing(self) -> bool:
         """Return whether the present work is being captured in a CUDA graph, whose replays run no hooks. For hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if backward has updated some of the parameters, and others wait for `step()`."""
+        if self.in_backward is not None:
+            self.in_backward.check_whole()
 
     def waits(self) -> bool:
         """Return whether hooks have anything to do before parameters are used."""
@@ -582,6 +639,9 @@ class Session:
 
         leaf: the parameter, or its copy where weights stream.
         """
+        if self.in_backward is not None:
+            self._gradient_in_backward(parameter)
+            return
         on_device = self.on_device
         if on_device is not None:
             if on_device.activations.in_use and leaf.grad is not None:
@@ -643,6 +703,104 @@ class Session:
             # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
             on_device.cancel_all()
             raise
+
+    # Updates during backward.
+
+    @entry(*ANY, hook=True)
+    def backward_begins(self, *, double: bool) -> Run:
+        """Note that user code begins a backward. double: whether it makes a graph of its own."""
+        assert self.in_backward is not None, "it is told only then"
+        return self.in_backward.begin(double=double)
+
+    @entry(*ANY, hook=True)
+    def backward_ends(self, run: Run) -> None:
+        """Note that a backward has ended."""
+        if self.in_backward is not None:
+            self.in_backward.end(run, self.parameters)
+            self._wait_before_reads()
+
+    @entry(*ANY, hook=True)
+    def backward_failed(self, run: Run, error: BaseException) -> None:
+        """Note that a backward has raised `error`. If it has updated anything, the optimizer is broken."""
+        if self.in_backward is not None:
+            self.in_backward.fail(run, error)
+
+    @torch.no_grad()
+    @entry(*ANY, hook=True)
+    def _gradient_in_backward(self, parameter: Tensor) -> None:
+        """Use a gradient that backward has just written, if its parameter is the attached model's."""
+        mode = self.in_backward
+        if mode is None or self.guard.broken or main_thread_ended():
+            return  # the step raises the error
+        if self.on_device is None and self.registry.devices.holds(parameter):
+            self._set_up_device()
+        on_device, run = self.on_device, mode.run
+        member = id(parameter) in mode.members
+        if member:
+            mode.check(parameter, on_device)
+        self.guard.phase = Phase.BACKWARD
+        if on_device is not None:
+            if on_device.activations.in_use and parameter.grad is not None:
+                on_device.device.count(local(parameter.grad))
+            on_device.count()
+        if run is None or not member:
+            return
+        if not run.began:
+            run.began = True
+            self._begin_in_backward(mode, run)
+        mode.ready(parameter)
+
+    def _begin_in_backward(self, mode: InBackward, run: Run) -> None:
+        """Let a backward update, at its first gradient. Raises with nothing changed if a setting cannot be used."""
+        if self.ledger.running:
+            self._settle()  # the host may still update from the memory to which this backward sends its gradients
+        if not run.updates:
+            return
+        mode.remember_settings(self.groups)
+        if not mode.knows or any(other.unfinished for other in self.registry.watching.others()):
+            return
+        look_at_bits(self.registry.marked())
+        order = None if self.attachment is None else self.attachment.take_new_order()
+        if order is not None:
+            self.registry.order_by_use(order)
+        on_device = self.on_device
+        facts = None if on_device is None else on_device.facts()
+        parts = None
+        if on_device is not None and facts is not None:
+            # The allocator gives released memory to the stream that it was allocated on; see `_prepare_device`.
+            self.ledger.device.owner = self.ledger.device.caller()
+            plan, stores = on_device.decide(facts), self.ledger.stores
+            left = facts.left(plan, stores.device.resident_bytes)
+            parts = Parts(self.ledger, plan, self.registry.accelerated, facts.workload, on_device.now, left)
+        mode.open(self.groups, parts)
+
+    def check_state_whole(self) -> None:
+        """Raise RuntimeError if state is in part of the next step."""
+        if self.in_backward is not None and self.in_backward.issued:
+            raise RuntimeError(STATE_READ)
+
+    def refuse_closure(self) -> None:
+        """Raise RuntimeError where `step()` must not call backward."""
+        if self.in_backward is not None:
+            raise RuntimeError(CLOSURE)
+
+    def updates_any(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether backward updates any of these. For torch's clipping."""
+        mode = self.in_backward
+        return mode is not None and any(id(p) in mode.members for p in parameters)
+
+    @contextlib.contextmanager
+    def no_update(self) -> Iterator[None]:
+        """Let backwards within only add up gradients."""
+        mode = self.in_backward
+        if mode is None:
+            yield
+            return
+        mode.held += 1
+        try:
+            yield
+        finally:
+            mode.held -= 1
 
     @torch.no_grad()
     @entry(*ANY, hook=True)
@@ -706,6 +864,8 @@ class Session:
         """Redistribute gradients to the placements of their parameters; if gradients are offloaded, offload all."""
         if self.guard.lost:
             self.guard.check()
+        if self.in_backward is not None:
+            raise RuntimeError(TOUCHED)
         self.registry.agree(self.groups)
         if self.registry.offloaded.enabled:
             self._renew_hooks()
@@ -835,11 +995,18 @@ class Session:
         amount: Amount | None,
         weights: BlocksStaying | None = None,
         blocks: Iterable[nn.Module] | None = None,
+        *,
+        updates: bool = False,
     ) -> None:
         """Let updates run on into the forward of this model. amount: how much of its saved tensors moves meanwhile.
 
         weights: how many of its blocks stay on the device; None: all, and nothing is moved.
+        updates: whether backward updates. Raises ValueError, with nothing changed, where it cannot.
         """
+        if self.in_backward is not None and self.in_backward.under_way:
+            raise RuntimeError(UNENDED)
+        if updates:
+            check_updates(model, self._options, weights=weights is not None)
         # Only hooks of the former model wait for updates in flight, and these hooks are removed below.
         self.synchronize()
         self._look_for_device()
@@ -853,12 +1020,28 @@ class Session:
         if before is not None:
             before.detach()
         self._attach_device()
+        self._update_in_backward(model if updates else None)
         self._active_before, self._looked_for = -1, set()
         if not self.attachment.gathers:
             own = [*self.parameters]
             gone = find_gone(model, own, anywhere=True)
             if warn_of_successors(model, own, gone):
                 self._looked_for.update(map(id, gone))  # once
+
+    def _update_in_backward(self, model: nn.Module | None) -> None:
+        """Update the parameters of this model in backward from now on; None: none."""
+        if model is None:
+            if self.in_backward is not None:
+                stop_watching(self)
+                self.registry.watch_host(self.parameters, wanted=False)
+            self.in_backward = None
+            return
+        mine = set(map(id, self.parameters))
+        members = [p for p in parameters_of(model) if id(p) in mine]
+        self.registry.watch_host(members, wanted=True)
+        parts = self.registry, self.ledger, self.reconciler, self.guard, self._options.rule
+        self.in_backward = InBackward(*parts, set(map(id, members)))
+        watch_backwards(self)
 
     @entry(*UNBROKEN, enters=False)
     def _move_in(self, model: nn.Module, weights: BlocksStaying, blocks: Iterable[nn.Module] | None) -> WeightHomes:
@@ -966,6 +1149,7 @@ class Session:
     @entry(*UNBROKEN)
     def _replace_state(self, state: Mapping[Tensor, Any], groups: list[Group]) -> bool:
         """Do so; return whether the memory of some parameters has to be made anew."""
+        self.check_state_whole()
         gone = self.reconciler.lacking_fields(groups)
         if gone:
             self._settle_state([*self.parameters])
@@ -989,6 +1173,7 @@ class Session:
     @entry(*UNBROKEN)
     def settle_state(self, read: Collection[Tensor]) -> None:
         """Expose the state before user code changes entries, or reads those of the parameters `read`."""
+        self.check_state_whole()
         self._settle_state(read)
 
     def _settle_state(self, read: Collection[Tensor]) -> None:

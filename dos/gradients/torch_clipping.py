@@ -43,6 +43,11 @@ def watch_clipping(session: Any, *, offloads: bool) -> None:
         _wrap_torch()
 
 
+def refuse_clipping() -> None:
+    """Let torch's clipping be refused where gradients are used while backward runs."""
+    _wrap_torch()
+
+
 @functools.cache
 def _wrap_torch() -> None:
     replace_clipping("clip_grad_norm_", _clip_grad_norm)
@@ -60,6 +65,7 @@ def _clip_grad_norm(
 ) -> Tensor:
     """Clip as torch does, and offloaded gradients, too: their factor is folded into the update."""
     found = _as_list(parameters)
+    _refuse_updated(found, "clip_grad_norm_")
     sessions = [session for session in list(_sessions) if session.may_have_offloaded(found)]
     if not sessions:
         # torch warns of a generator that is empty.
@@ -90,6 +96,7 @@ def _clip_grads_with_norm(
 ) -> None:
     """Clip as torch does, or fold the factor into the update if `fold_clipping` was called."""
     found = _as_list(parameters)
+    _refuse_updated(found, "clip_grads_with_norm_")
     _refuse_offloaded(found, "clip_grads_with_norm_", "its norm was found without them")
     sessions = list(_sessions) if _folds else []
     if sessions:
@@ -109,6 +116,7 @@ def _clip_grad_value(
 ) -> None:
     """Clip as torch does; refuse offloaded gradients, which torch does not see."""
     found = _as_list(parameters)
+    _refuse_updated(found, "clip_grad_value_")
     _refuse_offloaded(found, "clip_grad_value_", "it does not see them")
     clip(found, clip_value, foreach)
 
@@ -123,4 +131,13 @@ def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> 
             f"torch.nn.utils.{function} cannot clip gradients that DOSAdam(offload_gradients=True) keeps on the host, "
             f"because {why}; clip their norm with torch.nn.utils.clip_grad_norm_, which does, or with "
             "DOSAdam(..., max_grad_norm=...), or leave offload_gradients out"
+        )
+
+
+def _refuse_updated(parameters: Sequence[Tensor], function: str) -> None:
+    if any(session.updates_any(parameters) for session in list(_sessions)):
+        raise RuntimeError(
+            f"torch.nn.utils.{function} comes too late: attach(updates='backward') uses gradients while backward runs, "
+            "when the norm of all of them is not known; train without clipping (max_grad_norm=0 or None in a trainer), "
+            "or attach the model without updates="
         )

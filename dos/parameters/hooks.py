@@ -210,6 +210,8 @@ class Attachment:
         watcher = self._watcher()
         if watcher is None:
             return
+        if watcher.in_backward is not None and self._uses(watcher, module, recurse=False):
+            return
         if not module.training:
             if watcher.waits():
                 self._finish_all(module)
@@ -224,6 +226,14 @@ class Attachment:
                 self._first_use |= dict.fromkeys(map(id, own))
             self.finish(own)
         end_waiting(module, self)  # it reads its parameters several times
+
+    def _uses(self, watcher: Any, module: nn.Module, *, recurse: bool) -> bool:
+        """Return whether backward, which updates parameters, runs this module; raise where that has updated its own."""
+        mode = watcher.in_backward
+        if mode is None or not mode.under_way:
+            return False
+        mode.check_use(self._own(module, recurse=recurse))
+        return mode.run is not None
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
         """Wait for the updates of these shards, which FSDP2 is about to read on the present stream."""
@@ -240,6 +250,9 @@ class Attachment:
             self.finish([p for p in self._own(model) if id(p) in reduced])
 
     def _before_compiled(self, module: nn.Module) -> None:
+        watcher = self._watcher()
+        if watcher is not None and self._uses(watcher, module, recurse=True):
+            return
         self._ran[module] = True
         self.finish(self._own(module))
         for each in module.modules():
@@ -259,6 +272,7 @@ class Attachment:
         watcher = self._watcher()
         if watcher is None:
             return
+        watcher.check_whole()
         if module is not None and watcher.capturing():
             self.finish(self._own(module))
         else:

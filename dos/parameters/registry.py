@@ -76,6 +76,7 @@ class Registry:
         self.offloaded = OffloadedGradients(self.host_store, enabled=options.offload_gradients)
         self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
         """Host bytes that state will take, by parameter; under False, of parameters on the host that have none yet."""
+        self.watches_host = False
         self._loads: tuple[SubgroupLoad, ...] | None = None
         self.expected = 0
         """The number of parameters on the accelerator that blocks will enrol; sizes of subgroups follow from it."""
@@ -271,7 +272,15 @@ class Registry:
                     self._promised[True][key] = nbytes[key]
             self.reindex()
         for record in records:
-            self.watching.watch(record.parameter, record.arena.accelerated)
+            self.watching.watch(record.parameter, record.arena.accelerated or self.watches_host)
+
+    def watch_host(self, parameters: Iterable[Tensor], wanted: bool) -> None:
+        """Report gradients of parameters on the host, too, if `wanted`. parameters: of the optimizer."""
+        self.watches_host = wanted
+        for p in parameters:
+            record = self.record(p)
+            if wanted or (record is not None and not record.arena.accelerated):
+                self.watching.watch(p, wanted)
 
     def order_by_use(self, first_use: Iterable[int]) -> None:
         """Sort the subgroups by the first use of their parameters, given by id.

@@ -109,7 +109,7 @@ class Decisions:
         """Learn from a step that has ended. timeline: of the schedule's tasks and of unused transits."""
         stepped = step.iteration
         stepped.read_moves()
-        if stepped.workload is None:
+        if stepped.workload is None or stepped.issued is None:  # of the latter, backward has issued a part alone
             return
         # Before the profile is corrected: the report has the rates for which the plan was made.
         self.ended = self._report(stepped, timeline, step.origin)

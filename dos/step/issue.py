@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from dos.devices import Copy, Device, Job, Mark
+from dos.devices import Caller, Copy, Device, Job, Mark
 from dos.devices.base import HostJob
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
@@ -84,12 +84,13 @@ class Step:
     ) -> None:
         """begun: the transits that are the first tasks of the schedule."""
         self.schedule = schedule
+        self._begun = [transit.job for transit in begun]
         self.iteration = iteration
         self.joined: set[Subgroup] = set()
         self.ran = Timeline(())
         self.origin = iteration.started
         self.ordered: Mark | None = None
-        self.jobs = [transit.job for transit in begun]
+        self.jobs = [*self._begun]
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
@@ -106,8 +107,29 @@ class Step:
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
 
-    def issue(self, give: Callable[[Turn], object]) -> None:
-        """Issue all tasks that are not in flight. give: called with each turn of the host's lane, early."""
+    def issue_part(
+        self,
+        schedule: Schedule,
+        subjects: Sequence[Subject],
+        give: Callable[[Turn], object],
+        callers: Collection[Caller],
+        behind: Sequence[Job],
+    ) -> None:
+        """Issue a part of the step, while backward runs.
+
+        give, callers: as for `issue`. behind: jobs that use the slots of this part, and must end before.
+        """
+        self.schedule, self._subjects, self._begun = schedule, subjects, []
+        self.issue(give, callers, behind)
+
+    def issue(
+        self, give: Callable[[Turn], object], callers: Collection[Caller] = (), behind: Sequence[Job] = ()
+    ) -> None:
+        """Issue all tasks that are not in flight.
+
+        give: called with each turn of the host's lane, early. callers: the queues of the caller in which gradients
+        were written, if not all in the present one.
+        """
         windows = self._stores.host.windows
         # Other state passed through these windows in the last step; only state that is `kept` is still there.
         windows.begin()
@@ -116,10 +138,11 @@ class Step:
                 update.place = windows.of(subgroup)
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
-        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self.jobs)), ())
-        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self.jobs)}
+        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self._begun)), ())
+        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self._begun)}
         # The gradients of this step are complete once the caller's stream has come this far.
-        self.backward = jobs[under_way] = self._device.fence()
+        self.backward = self._device.fence(callers)
+        jobs[under_way] = (*self.backward, *behind)
         turns: list[Turn] = []
         on_host = deque(n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU)
 
@@ -153,7 +176,7 @@ class Step:
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.vacated, kept = list(self._vacated()), self.schedule.kept
+        self.vacated, kept = [*self.vacated, *self._vacated()], self.schedule.kept
         windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = ()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
@@ -27,7 +27,7 @@ from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Move, Tier
 from perfmodel.schedule import schedule_step
-from perfmodel.tasks import SubgroupState
+from perfmodel.tasks import Schedule, SubgroupState
 
 MOST_EARLY = 1000
 """The most transits without a step; then the ledger waits for them, and forgets them."""
@@ -86,7 +86,7 @@ class Ledger:
         self._lane_done: Future[None] | None = None
         """The host's part of the step; None: it has no such part."""
         self._turns: Turns | None = None
-        """The turns of a step that is being issued."""
+        """The turns of a step that is being issued, or is issued in parts while backward runs."""
         self._in_place: dict[Subgroup, Future[None]] = {}
         self._beside = InPlaceLane()
         self._numbers = itertools.count()
@@ -385,11 +385,8 @@ class Ledger:
         subjects, found: by index. workload: the one for which the plan was made. iteration: of the step.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
-        self.exposed = False
-        # User code may write to its views only until a step begins: no state need be mapped again after this.
-        self.stores.homes.exposed.clear()
-        turns = Turns()
-        try:
+        turns = self._begin()
+        with self._failing(turns):
             self._follow_parameters(plan, subjects, found)
             found, begun = self._inherit(plan, subjects, found)
             # The device may have had memory for fewer slots than planned. A plan that streams a subgroup without a
@@ -399,23 +396,78 @@ class Ledger:
             indices = {subject.subgroup: i for i, subject in enumerate(subjects)}
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
             schedule = schedule_step(granted, workload, found, tasks)
-            self.step = step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
-            self._lane_done, self._turns = None, turns
-
-            def begin() -> None:
-                if self._lane_done is None:
-                    self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, turns, step))
-
-            def give(turn: Turn) -> None:
-                turns.give(turn)
-                begin()
-
+            self.step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
             # The host begins to update while later tasks are issued.
-            step.issue(give)
-            # Without any of these the host has no part in the step, and the next step may be queued behind it.
-            if step.vacated or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
-                begin()
-            turns.close()
+            self.step.issue(self._give)
+            self.close()
+
+    def issue_part(
+        self,
+        plan: Plan,
+        subjects: Sequence[Subject],
+        found: Sequence[SubgroupState],
+        workload: Workload,
+        iteration: Iteration,
+        callers: Collection[Caller],
+        behind: Sequence[Job] = (),
+    ) -> None:
+        """Issue a part of a step while backward runs, whose memory is reserved. `close` or `settle` ends the step.
+
+        subjects: by index; those of other parts have no update. callers: the queues in which backward wrote their
+        gradients. behind: jobs that use the slots of this part, and must end before. No transit may be in flight.
+        Raises as `issue`.
+        """
+        turns = self._begin() if self._turns is None else self._turns
+        with self._failing(turns):
+            if self.step is None:
+                self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
+            self.step.issue_part(schedule_step(plan, workload, found, ()), subjects, self._give, callers, behind)
+
+    def close(self) -> None:
+        """End a step that is issued: no further part of it comes."""
+        turns, step = self._turns, self.step
+        if turns is None or step is None:
+            return
+        # Without any of these the host has no part in the step, and the next step may be queued behind it.
+        if step.vacated or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
+            self._begin_lane()
+        turns.close()
+        self._turns = None
+
+    def abandon(self, failure: Exception) -> None:
+        """End a step of which backward has issued a part, and whose other part will never come. Blocks."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.close(failure)
+        if self.step is not None:
+            self.step.fail(failure)
+        self.drain()  # user code releases gradients and loads checkpoints: no job may run any more
+
+    def _begin(self) -> Turns:
+        """Begin to issue a step."""
+        self.exposed = False
+        # User code may write to its views only until a step begins: no state need be mapped again after this.
+        self.stores.homes.exposed.clear()
+        self._turns, self._lane_done = Turns(), None
+        return self._turns
+
+    def _begin_lane(self) -> None:
+        """Let the host begin its part of the step, if it has not."""
+        if self._lane_done is None:
+            assert self._turns is not None, "the step has begun"
+            assert self.step is not None, "the step has begun"
+            self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, self._turns, self.step))
+
+    def _give(self, turn: Turn) -> None:
+        assert self._turns is not None, "the step has begun"
+        self._turns.give(turn)
+        self._begin_lane()
+
+    @contextlib.contextmanager
+    def _failing(self, turns: Turns) -> Iterator[None]:
+        """Surround the issuing of jobs: if one fails, the step has, and nothing runs any more when that is raised."""
+        try:
+            yield
         except BaseException as error:
             failure = self._guard.failure(error)
             turns.close(failure)
@@ -427,7 +479,6 @@ class Ledger:
             if isinstance(error, Exception):
                 raise failure from error
             raise
-        self._turns = None
 
     def _follow_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
         """Let masters that the host updates follow parameters to which user code wrote since the last step."""
@@ -575,6 +626,7 @@ class Ledger:
 
         Raises RuntimeError, with the first cause, if a job of any lane failed, once all have ended.
         """
+        self.close()
         if not self.idle:
             self._settle_step()
         self._settle_in_place()
@@ -659,6 +711,10 @@ class Ledger:
             self.lane.renew()
             if self.stores.disk is not None:
                 self.stores.disk.renew()
+            if (
+                self._turns is not None
+            ):  # all turns have ended; the lane's thread, which waited for more, is the parent's
+                self._turns, self._lane_done = Turns(), None
 
     def trim(self) -> None:
         """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,14 @@ class SubgroupUpdate:
             piece, gradient = self.items[0]
             start = piece.parameter_start * gradient.values.itemsize
             self.items[0] = piece, gradient._replace(address=gradient.address + start)
+
+    def without(self, pieces: Collection[Piece]) -> SubgroupUpdate:
+        """Leave these pieces out, which were updated before; return this update."""
+        if pieces and any(piece in pieces for piece, _ in self.items):
+            self.items = [(piece, given) for piece, given in self.items if piece not in pieces]
+            self._whole = False
+            self.numel = sum(piece.numel for piece, _ in self.items)
+        return self
 
     @property
     def pieces(self) -> Sequence[Piece]:

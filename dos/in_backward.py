@@ -1,0 +1,520 @@
+"""Updates during backward: each subgroup is updated once its gradients are final, and `step()` ends the iteration."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dos.backward import Backward
+from dos.devices import Caller
+from dos.guard import Guard
+from dos.options import Options
+from dos.parameters.admission import Group
+from dos.parameters.reconciler import Reconciler
+from dos.parameters.registry import Registry, tell_autograd
+from dos.parameters.watching import hooks_of_others
+from dos.rules.base import Rule
+from dos.sharding.ddp import reduced_parameters, several_ranks
+from dos.sharding.local import is_sharded
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
+from dos.step.ledger import Ledger
+from dos.step.parts import Parts
+from dos.step.work import Input, Placed, SubgroupUpdate, prepare_updates
+from dos.torch_internals.modes import in_backward
+from dos.torch_internals.module_parameters import parameters_of
+from dos.torch_internals.patches import replace_run_backward
+from perfmodel import Plan
+
+UNENDED = (
+    "a backward has updated parameters, as attach(updates='backward') says, and step() has not ended that iteration; "
+    "call optimizer.step() after each backward, or surround each backward that only adds up gradients, or belongs to "
+    "another model's loss, with optimizer.no_update()"
+)
+
+_AGAIN = (
+    "the gradient of a parameter of shape {} came once more in a backward that has already updated it: in earlier "
+    "backwards it came {} times; attach the model again, which makes the next iteration update in step() and look anew"
+)
+
+_READ = (
+    "a module that has a parameter of shape {} ran in the backward that has already updated it, as where checkpointing "
+    "recomputes it: it would compute with the new weights; attach the model again, which makes the next iteration "
+    "update in step() and look anew, or attach it without updates='backward'"
+)
+
+_PART = (
+    "the model was used between backward and step(), when some of its parameters are updated, and others will be by "
+    "step(), as attach(updates='backward') says; call optimizer.step() first"
+)
+
+_DOUBLE = (
+    "backward(create_graph=True) computes a second derivative with the weights of now, which attach(updates='backward')"
+    " would have updated by then; surround it with optimizer.no_update(), or attach the model without updates="
+)
+
+_HOOK = (
+    "a parameter of shape {} has a hook of register_post_accumulate_grad_hook(), which reads p.grad, and "
+    "attach(updates='backward') takes that away; use parameter.register_hook(), or attach the model without updates="
+)
+
+_SPARSE = (
+    "a parameter of shape {} has a sparse gradient, which DOSAdam does not update; build the embedding with "
+    "sparse=False, or train it with torch.optim.SparseAdam"
+)
+
+_CAPTURED = (
+    "a CUDA graph that captures backward writes gradients where it has found them, and runs no hooks, in which "
+    "attach(updates='backward') updates; attach the model without updates="
+)
+
+_RANKS = (
+    "{} reduces gradients after backward's hooks, in which attach(updates='backward') uses them; attach the model "
+    "without updates="
+)
+
+_CHANGED = (
+    "the settings of param group {} were changed between backward and step(), too late for the updates that backward "
+    "has begun, as attach(updates='backward') says: {} was {} then and is {} now; change settings, as by a scheduler, "
+    "after step() and before the next backward"
+)
+
+_SCALED = (
+    "GradScaler scales the loss, and attach(updates='backward') updates before its step() could unscale the gradients; "
+    "train in bfloat16 without GradScaler, or attach the model without updates="
+)
+
+_SET = (
+    "user code has set p.grad of a parameter of shape {} between backward and step(), when attach(updates='backward') "
+    "has taken its gradient; edit gradients in hooks of parameter.register_hook()"
+)
+
+
+STATE_READ = (
+    "optimizer.state was read, or a state dict loaded, after a backward that has updated state, and before step() has "
+    "ended that iteration, as attach(updates='backward') says; call optimizer.step() first"
+)
+
+CLOSURE = (
+    "step(closure) would call a backward, which updates parameters by itself, as attach(updates='backward') says; call "
+    "backward and then step(), or attach the model without updates="
+)
+
+TOUCHED = (
+    "the gradients are used while backward runs, as attach(updates='backward') says, so that they can be neither "
+    "clipped, measured nor edited before step(); attach the model without updates=, or edit each gradient in a hook of "
+    "parameter.register_hook()"
+)
+
+
+@dataclass(eq=False)
+class Run:
+    """One backward that user code has begun, with those that it runs within itself, as reentrant checkpointing does.
+
+    updates: whether it is a step; False within `no_update()`. double: whether it makes a graph of its own.
+    began: whether it has written a gradient of the attached model. issued: whether it has updated anything.
+    alone: whether no other thread ran a backward meanwhile.
+    times: how often it has written each gradient. read: that number when a module with the parameter ran last in it.
+    """
+
+    updates: bool
+    double: bool
+    began: bool = False
+    issued: bool = False
+    alone: bool = True
+    times: dict[Tensor, int] = field(default_factory=dict)
+    read: dict[Tensor, int] = field(default_factory=dict)
+
+
+class Learned(NamedTuple):
+    """What the last backward that was a step has shown.
+
+    times: how often it has written each gradient: the last time it is final. late: the parameters that a module has
+        read after that, which wait for `step()`.
+    """
+
+    times: Mapping[Tensor, int]
+    late: frozenset[Tensor]
+
+
+_NOTHING = Learned({}, frozenset())
+
+
+class InBackward:
+    """The updates of one optimizer during backward.
+
+    The first backward after `attach` updates nothing, and `step()` does: it shows how often each gradient comes, and
+    whether a module reads a parameter afterwards, so that whatever cannot be updated in backward is found before
+    anything has changed. From the second one on a parameter is *ready* when its gradient came as often as before. A
+    subgroup whose expected parameters are all ready is updated. Whatever is not as the last step has left it (written
+    to, edited, new, of another dtype) is not ready: `step()` updates what is left, as without this.
+
+    members: the ids of the attached model's parameters; no others are updated in backward.
+    held: how many `no_update()` surround the caller.
+    unended: whether a backward that is a step has ended, and `step()` was not called since.
+    complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were.
+    """
+
+    def __init__(
+        self, registry: Registry, ledger: Ledger, reconciler: Reconciler, guard: Guard, rule: Rule, members: set[int]
+    ) -> None:
+        self.members = members
+        self.held = 0
+        self.unended = False
+        self.complete: list[tuple[ParameterRecord, Group]] = []
+        self.issued: set[Piece] = set()
+        self._registry, self._ledger, self._reconciler = registry, ledger, reconciler
+        self._guard, self._rule = guard, rule
+        self._runs: list[Run] = []
+        self._learned = _NOTHING
+        self._kept: dict[Tensor, Tensor] = {}
+        """Gradients that wait for `step()`, taken from `p.grad` when backward ended."""
+        self._parts: Parts | None = None
+        self._settings_before: list[Any] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin another iteration."""
+        self._opened = False
+        self._settings: list[Any] = []
+        self._known: dict[tuple[int, float], int] = {}
+        self._given: list[Input | None] = []
+        self._awaited: dict[Subgroup, int] = {}
+        self._left: dict[ParameterRecord, int] = {}
+        self._callers: dict[Subgroup, set[Caller]] = {}
+        self._groups: dict[int, Group] = {}
+        self.complete, self.issued, self._parts = [], set(), None
+
+    # Which backward is a step.
+
+    def begin(self, *, double: bool) -> Run:
+        """Return a backward that begins."""
+        run = Run(updates=not self.held and not accumulating(), double=double, alone=not self._runs)
+        for other in self._runs:
+            other.alone = False
+        self._runs.append(run)
+        return run
+
+    def end(self, run: Run, parameters: Iterable[Tensor]) -> None:
+        """End a backward. parameters: of the optimizer. Its gradients that wait for `step()` leave `p.grad`."""
+        self._runs.remove(run)
+        if not run.began or not run.updates:
+            return
+        self.unended = True
+        late = {p for p, times in run.read.items() if times == run.times.get(p)}
+        self._learned = Learned(run.times, self._learned.late | late)
+        for p in parameters:
+            if id(p) in self.members and p.grad is not None:
+                self._kept[p], p.grad = p.grad, None
+
+    def fail(self, run: Run, error: BaseException) -> None:
+        """End a backward that has raised. If it has updated anything, the optimizer is broken."""
+        self._runs.remove(run)
+        if run.issued:
+            failure = self._guard.failure(error)
+            self._ledger.abandon(failure)
+        elif run.began:
+            self._forget()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward runs, or an iteration has to be ended."""
+        return bool(self._runs) or self.unended
+
+    @property
+    def run(self) -> Run | None:
+        """The backward that runs; None: none, or several at once, of which no gradient can be told apart."""
+        return self._runs[0] if len(self._runs) == 1 else None
+
+    def check_use(self, parameters: Iterable[Tensor]) -> None:
+        """Raise RuntimeError if a module is about to compute with parameters of which backward has updated some."""
+        if not self._runs:
+            self.check_whole()
+            return
+        for p in parameters:
+            if self._is_updated(self._registry.record(p)):
+                raise RuntimeError(_READ.format(tuple(p.shape)))
+            for run in self._runs:
+                if p in run.times:
+                    run.read[p] = run.times[p]
+
+    def _is_updated(self, record: ParameterRecord | None) -> bool:
+        """Return whether backward has updated any of a parameter."""
+        if record is None or not self.issued:
+            return False
+        return any(piece in self.issued for _, piece in self._registry.places[record])
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError if some parameters are updated and others are not."""
+        if self.issued and (self._runs or self._kept):
+            raise RuntimeError(_PART)
+
+    # Gradients.
+
+    def check(self, leaf: Tensor, on_device: Backward | None) -> None:
+        """Raise RuntimeError for a gradient that cannot be used in backward, before anything has changed."""
+        shape, run = tuple(leaf.shape), self.run
+        problem = None
+        if on_device is not None and on_device.device.capturing():
+            problem = _CAPTURED
+        elif self.unended:
+            problem = UNENDED
+        elif run is not None and run.updates and run.double:
+            problem = _DOUBLE
+        elif hooks_of_others(leaf):
+            problem = _HOOK.format(shape)
+        elif leaf.grad is not None and leaf.grad.layout is not torch.strided:
+            problem = _SPARSE.format(shape)
+        elif id(leaf) in reduced_parameters():
+            problem = _RANKS.format("DistributedDataParallel")
+        elif several_ranks():
+            problem = _RANKS.format("a job of several ranks")
+        if problem is not None:
+            leaf.grad = None
+            raise RuntimeError(problem)
+
+    def remember_settings(self, groups: Sequence[Group]) -> None:
+        """Note the settings with which this backward updates. Raises ValueError if one cannot be used."""
+        for number, group in enumerate(groups):
+            self._rule.check(group, f"param group {number}")
+        self._settings_before = [self._rule.settings(group, 1.0, 1.0) for group in groups]
+
+    def open(self, groups: Sequence[Group], parts: Parts | None) -> None:
+        """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
+        registry, times = self._registry, self._learned.times
+        self._opened, self._parts = True, parts
+        self._given = [None] * registry.numbered
+        self._groups = {id(p): group for group in groups for p in group["params"]}
+        for subgroups in (registry.on_host, registry.accelerated):
+            for subgroup in subgroups:
+                self._awaited[subgroup] = sum(piece.record.parameter in times for piece in subgroup.pieces)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of this iteration on the device; None: nothing is updated there in backward."""
+        return None if self._parts is None else self._parts.plan
+
+    @property
+    def knows(self) -> bool:
+        """Whether a backward has shown which gradients come."""
+        return bool(self._learned.times)
+
+    def ready(self, parameter: Tensor) -> None:
+        """Use a gradient that backward has written: update the subgroups that waited for it alone.
+
+        Raises RuntimeError if the parameter was updated already.
+        """
+        run, record = self.run, self._registry.record(parameter)
+        if run is None:
+            return
+        times = run.times[parameter] = run.times.get(parameter, 0) + 1
+        if self._is_updated(record):
+            raise RuntimeError(_AGAIN.format(tuple(parameter.shape), times - 1))
+        if record is None or not (self._opened and run.alone and run.updates):
+            return
+        if times != self._learned.times.get(parameter) or parameter in self._learned.late:
+            return
+        places = self._registry.places[record]
+        given = self._input(record)
+        if given is None:
+            return
+        self._left[record] = len(places)
+        if not places:
+            self._completed(record)
+        self._given[record.number] = given
+        caller = None if self._parts is None else self._parts.device.caller()
+        for subgroup, _ in places:
+            self._awaited[subgroup] -= 1
+            # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
+            self._callers.setdefault(subgroup, set()).add(caller)
+            if not self._awaited[subgroup]:
+                self._update(run, subgroup)
+
+    def _input(self, record: ParameterRecord) -> Input | None:
+        """Return the gradient as an update takes it; None if `step()` has to look at it, or at the parameter."""
+        group, gradient = self._groups.get(id(record.parameter)), record.gradient
+        if group is None or gradient is None:
+            return None
+        if record.numel and not record.settled(gradient):
+            return None
+        if record.stand_in or record.written_late or record.fresh or record.replaced:
+            return None
+        extra, reconciler = self._rule.extra(group), self._reconciler
+        if extra and not extra.keys() <= record.arena.format.names:
+            return None
+        if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
+            return None
+        setting = self._known.setdefault((id(group), record.count), len(self._settings))
+        if setting == len(self._settings):
+            self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
+        return Input(gradient, gradient.data_ptr(), setting, False)
+
+    def _update(self, run: Run, subgroup: Subgroup) -> None:
+        """Update a subgroup, if it has memory for that; else `step()` does."""
+        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False)
+        parts, tier = self._parts, None
+        if subgroup.arena.accelerated:
+            tier = None if parts is None else parts.reserve(subgroup)
+            if tier is None:
+                return
+        with self._guard.change():
+            run.issued = True
+            if parts is not None and tier is not None:
+                parts.issue(update, tier, self._callers.pop(subgroup))
+                records = [piece.record for piece in update.pieces]
+                self._ledger.pending |= dict.fromkeys(records, frozenset())
+                # At once: a graph of before this backward, or one that is kept, would compute with the new weights.
+                tell_autograd(records)
+            else:
+                prepare_updates([Placed(update, subgroup.state)])()
+                self._registry.written([piece.record for piece in update.pieces])
+            self.issued.update(update.pieces)
+            for piece in update.pieces:
+                self._left[piece.record] -= 1
+                if not self._left[piece.record]:
+                    self._completed(piece.record)
+
+    def _completed(self, record: ParameterRecord) -> None:
+        """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
+        self.complete.append((record, self._groups[id(record.parameter)]))
+        record.parameter.grad = None
+
+    # The step.
+
+    def check_step(self, groups: Sequence[Group], *, scaled: bool) -> None:
+        """Raise RuntimeError, with nothing changed, if `step()` comes in a way that these updates do not allow."""
+        if scaled:
+            raise RuntimeError(_SCALED)
+        if not self.unended:
+            return
+        for number, (group, before) in enumerate(zip(groups, self._settings_before, strict=False)):
+            now = self._rule.settings(group, 1.0, 1.0)
+            if now != before:
+                name, old, new = _first_difference(before, now)
+                raise RuntimeError(_CHANGED.format(number, name, old, new))
+
+    def restore(self) -> None:
+        """Give the gradients that wait for `step()` back to `p.grad`. Raises RuntimeError if user code has set one."""
+        for p in self._kept:
+            if p.grad is not None:
+                raise RuntimeError(_SET.format(tuple(p.shape)))
+        for record, _ in self.complete:
+            if record.parameter.grad is not None:
+                raise RuntimeError(_SET.format(tuple(record.parameter.shape)))
+        for p, gradient in self._kept.items():
+            p.grad = gradient
+        self._kept = {}
+
+    def left(self, updates: Mapping[Subgroup, SubgroupUpdate]) -> dict[Subgroup, SubgroupUpdate]:
+        """Return these updates without what backward has updated of parameters that lie in several subgroups."""
+        found = {subgroup: update.without(self.issued) for subgroup, update in updates.items()}
+        return {subgroup: update for subgroup, update in found.items() if update.items}
+
+    def finish(self, parameters: Iterable[Tensor]) -> None:
+        """End the iteration, whose step was issued. parameters: of the optimizer."""
+        self.unended = False
+        for p in parameters:
+            if id(p) in self.members:
+                p.grad = None
+        self._forget()
+
+
+def check_updates(model: nn.Module, options: Options, *, weights: bool) -> None:
+    """Raise ValueError if backward cannot update the parameters of this model, with the reason and the way out."""
+    problem = None
+    if options.max_grad_norm is not None:
+        problem = "max_grad_norm= needs the norm of all gradients, which is known only when backward has ended"
+    elif options.skip_nonfinite:
+        problem = "skip_nonfinite=True needs the norm of all gradients, which is known only when backward has ended"
+    elif options.offload_gradients:
+        problem = "offload_gradients=True keeps gradients until step(); leave it out, for updates release them at once"
+    elif options.disk:
+        problem = "disk= reads and writes state behind backward; choose more host_memory"
+    elif weights:
+        problem = "weights= needs offload_gradients=True, which keeps gradients until step()"
+    parameters = parameters_of(model)
+    if problem is None and any(id(p) in reduced_parameters() for p in parameters):
+        problem = "DistributedDataParallel reduces gradients after backward's hooks"
+    if problem is None and (several_ranks() or any(map(is_sharded, parameters))):
+        problem = "parameters that are divided over ranks, or gradients that ranks reduce, are updated in step()"
+    hooked = next(filter(hooks_of_others, parameters), None)
+    if problem is None and hooked is not None:
+        raise ValueError(_HOOK.format(tuple(hooked.shape)))
+    if problem is not None:
+        raise ValueError(
+            f"attach(updates='backward') updates parameters while backward runs: {problem}; or attach the "
+            "model without updates="
+        )
+
+
+def _first_difference(before: Any, now: Any) -> tuple[str, Any, Any]:
+    """Return the name of the first setting that differs, with both values."""
+    name = next(name for name in vars(before) if getattr(before, name) != getattr(now, name))
+    return name, getattr(before, name), getattr(now, name)
+
+
+def accumulating() -> bool:
+    """Return whether Accelerate says that the present backward only adds up gradients, as in `accelerator.accumulate`.
+
+    All its objects share this record of it.
+    """
+    state = sys.modules.get("accelerate.state")
+    return state is not None and not state.GradientState().sync_gradients
+
+
+_sessions: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The sessions that update in backward; weak, because torch's function stays replaced."""
+
+
+def watch_backwards(session: Any) -> None:
+    """Tell this session from now on when a backward begins, ends or raises."""
+    _sessions.add(session)
+    _wrap_torch()
+
+
+def stop_watching(session: Any) -> None:
+    """Tell this session no more."""
+    _sessions.discard(session)
+
+
+@functools.cache
+def _wrap_torch() -> None:
+    replace_run_backward(_run)
+
+
+def _run(
+    run_backward: Callable[..., Any],
+    outputs: Sequence[Tensor],
+    gradients: Any,
+    retain_graph: bool,
+    create_graph: bool,
+    *arguments: Any,
+    accumulate_grad: bool,
+    **rest: Any,
+) -> Any:
+    """Run a backward as torch does, between what sessions have to know of it."""
+
+    def run() -> Any:
+        given = outputs, gradients, retain_graph, create_graph, *arguments
+        return run_backward(*given, accumulate_grad=accumulate_grad, **rest)
+
+    # torch.autograd.grad() writes no p.grad. A backward within another one belongs to that.
+    if not accumulate_grad or not _sessions or in_backward():
+        return run()
+    runs = [(session, session.backward_begins(double=create_graph)) for session in list(_sessions)]
+    try:
+        found = run()
+    except BaseException as error:
+        for session, each in runs:
+            session.backward_failed(each, error)
+        raise
+    for session, each in runs:
+        session.backward_ends(each)
+    return found
