@@ -219,7 +219,7 @@ class InBackward:
         self._runs.remove(run)
         if run.issued:
             failure = self._guard.failure(error)
-            self._ledger.abandon(failure)
+            self._ledger.abandon(error if isinstance(error, Exception) else failure)
         elif run.began:
             self._forget()
 

@@ -252,10 +252,10 @@ class DOSAdam(Optimizer):
             weights are moved.
         blocks: the model's blocks, modules that each run once in a forward; None: its longest ``ModuleList`` of modules
             of one type. Parameters of no block, or of several, stay on the device.
-        updates: ``"backward"``: update each parameter of ``model`` while backward runs, once its gradient is final, and
-            set ``p.grad`` to None; ``step()`` ends the iteration, and updates what is left (docs/updates-during-backward.md).
-            Each backward is a step, except within ``no_update()``. Not with clipping, GradScaler or several ranks.
-            ``"step"``: all updates begin in ``step()``.
+        updates: ``"backward"``: each parameter of the model is updated while backward runs, once its gradient is final,
+            and ``p.grad`` is None afterwards; ``step()`` ends the iteration. Each backward is a step, except within
+            ``no_update()``. Not with clipping, GradScaler or several ranks (docs/updates-during-backward.md).
+            ``"step"``: updates begin in ``step()``.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters, or
         with ``updates="backward"`` where updates cannot begin in backward.
         """

@@ -392,7 +392,7 @@ class Session:
     def _join_uncovered(self) -> None:
         """Order the caller behind the updates of parameters for which no hook of an attached model will wait."""
         if self.attachment is not None:
-            tell_autograd(self.ledger.pending)  # at once: backward of an older graph may run no hook that waits
+            tell_autograd(self.ledger.unfinished)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
             # All readers of weights that stream wait for them: their block, or user code.
             pending = (r for r in self.ledger.pending if not r.arena.streams)

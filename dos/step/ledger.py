@@ -711,9 +711,7 @@ class Ledger:
             self.lane.renew()
             if self.stores.disk is not None:
                 self.stores.disk.renew()
-            if (
-                self._turns is not None
-            ):  # all turns have ended; the lane's thread, which waited for more, is the parent's
+            if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
                 self._turns, self._lane_done = Turns(), None
 
     def trim(self) -> None:

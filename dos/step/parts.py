@@ -74,9 +74,8 @@ class Parts:
         if not store.slots:
             self._busy.clear()
             store.expect_denials(True)
-            store.get_slots(
-                self._slots if math.isinf(self._left) else min(self._slots, int(self._left // nbytes)), nbytes
-            )
+            fitting = self._slots if math.isinf(self._left) else int(self._left // nbytes)
+            store.get_slots(min(self._slots, fitting), nbytes)
             self._left = self._left - len(store.slots) * nbytes if store.slots else 0.0
         return bool(store.slots)
 

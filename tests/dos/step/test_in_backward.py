@@ -1,0 +1,476 @@
+"""Updates during backward: the bits of updates in step(), at their time; whatever they do not allow is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dos import DOSAdam, EmulatedDevice
+from dos.step.ledger import Ledger
+from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp
+
+pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+
+PLACES = ["host", "cpu", "stride:2", 0.5, "resident", "adaptive"]
+
+
+def attached(model: nn.Module, updates: str = "backward", place: Any = "stride:2", **settings: Any) -> DOSAdam:
+    optimizer = maker(place, lr=0.01, **{"subgroup_size": 150, **settings})(model.parameters())
+    optimizer.attach(model, updates=updates)
+    return optimizer
+
+
+def trained(
+    model: nn.Module, updates: str, place: Any, steps: int = 5, micro_batches: int = 1, **settings: Any
+) -> list[bytes]:
+    """Everything after these steps. With updates in backward no gradient is left to read."""
+    optimizer = attached(model, updates, place, **settings)
+    for step in range(steps):
+        with optimizer.no_update():
+            for i in range(1, micro_batches):
+                loss_of(model, 10 * step + i).backward()
+        loss_of(model, 10 * step).backward()
+        if updates == "backward":
+            assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        if updates == "step":
+            optimizer.zero_grad()
+    return everything(model, optimizer)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number for each part of a step that is issued in backward."""
+    found: list[int] = []
+    plain = Ledger.issue_part
+
+    def issue_part(self: Ledger, *arguments: Any) -> None:
+        found.append(len(found))
+        plain(self, *arguments)
+
+    monkeypatch.setattr(Ledger, "issue_part", issue_part)
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "state_format"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.float16, None)],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_same_bits_as_updates_in_step(
+    place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, parts: list[int]
+) -> None:
+    settings = {"micro_batches": micro_batches, "state_format": state_format}
+    width = 256 if state_format == "int8" else 40  # of 4,096 elements and more, in whole blocks
+    settings["subgroup_size"] = 1024 if state_format == "int8" else 150
+    expected = trained(mlp(dtype, width=width), "step", place, **settings)
+    assert not parts
+    assert trained(mlp(dtype, width=width), "backward", place, **settings) == expected
+    assert place == "host" or len(parts) >= 4 * 5, "all but the first step, in which nothing is known"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_updates_and_step_ends_it(place: Any) -> None:
+    model = mlp()
+    optimizer = attached(model, place=place)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    before = bits(model.parameters())
+    loss_of(model, 1).backward()
+    optimizer.zero_grad()  # it does nothing
+    updated = bits(model.parameters())  # read through the model, which waits
+    assert all(a != b for a, b in zip(before, updated, strict=True))
+    optimizer.step()
+    assert bits(model.parameters()) == updated
+    assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {2.0}
+
+
+class Parts(nn.Module):
+    """A weight that is used in many ways. kind: how."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.first, self.other, self.last = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 7)
+
+    def both(self, x: Tensor) -> Tensor:
+        return self.first(self.other(x)).tanh()
+
+    def unseen(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.first(x)
+        return (self.other(x) * scale).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "twice":
+            x = self.both(self.first(x))
+        elif self.kind.startswith("recomputed"):
+            reentrant = "reentrant" in self.kind
+            x = checkpoint(self.first, x.requires_grad_(), use_reentrant=reentrant)
+            x = checkpoint(self.both, x, use_reentrant=reentrant)
+        elif self.kind == "once outside":
+            x = checkpoint(self.both, self.first(x), use_reentrant=True)
+        else:
+            x = self.first(checkpoint(self.unseen, x, use_reentrant=False))
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    "kind", ["twice", "recomputed", "recomputed, reentrant", "once outside", "read without a gradient"]
+)
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:2", "resident"])
+def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind: str) -> None:
+    assert trained(Parts(kind), "backward", place) == trained(Parts(kind), "step", place)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+def test_a_use_that_no_backward_before_had_is_refused(place: Any) -> None:
+    """Where a weight is needed after its update, backward raises, and the optimizer is broken."""
+    for before, kind, message in (
+        ("twice", "read without a gradient", "ran in the backward that has already updated it"),
+        ("recomputed", "recomputed, reentrant", "ran in the backward that has already updated it"),
+        ("recomputed", "once outside", "came once more"),
+    ):
+        model = Parts(before)
+        optimizer = attached(model, place=place)
+        for step in range(3):
+            loss_of(model, step).backward()
+            optimizer.step()
+        model.kind = kind
+        with pytest.raises(RuntimeError, match=message):
+            loss_of(model, 3).backward()
+        with pytest.raises(RuntimeError, match="step 3 was the last complete one"):
+            optimizer.step()
+
+
+def test_a_kept_graph_raises_as_in_autograd() -> None:
+    model = mlp()
+    optimizer = attached(model)
+    for step in range(3):
+        loss = loss_of(model, step)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_backward_before_step_is_refused_with_nothing_changed() -> None:
+    model = mlp()
+    optimizer = attached(model)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    loss_of(model, 3).backward()
+    before = bits(model.parameters())
+    for context in (contextlib.nullcontext(), optimizer.no_update()):
+        with context, pytest.raises(RuntimeError, match=r"call optimizer.step\(\) after each backward"):
+            loss_of(model, 4).backward()
+    optimizer.step()
+    assert bits(model.parameters()) == before
+    loss_of(model, 4).backward()
+    optimizer.step()
+
+
+def test_what_another_loss_does() -> None:
+    """autograd.grad and another model's loss update nothing; a loss that reaches the model is surrounded."""
+    model, twin, other = mlp(), mlp(), nn.Linear(24, 24)
+    optimizer, plain = attached(model), attached(twin, "step")
+    for step in range(5):
+        for each, own in ((model, optimizer), (twin, plain)):
+            with own.no_update():
+                each(other(torch.ones(2, 24))).sum().backward()
+            own.zero_grad()
+            torch.autograd.grad(loss_of(each, step), list(each.parameters()))
+            loss_of(each, step).backward()
+            other(torch.ones(2, 24)).sum().backward()
+            own.step()
+            own.zero_grad()
+    assert bits(model.parameters()) == bits(twin.parameters())
+
+
+def test_parameters_of_no_attached_model_are_updated_in_step() -> None:
+    models, twins = (mlp(), nn.Linear(24, 7)), (mlp(), nn.Linear(24, 7))
+    twins[1].load_state_dict(models[1].state_dict())
+    found = []
+    for (model, beside), updates in ((models, "backward"), (twins, "step")):
+        optimizer = maker("stride:2", lr=0.01, subgroup_size=150)([*model.parameters(), *beside.parameters()])
+        optimizer.attach(model, updates=updates)
+        for step in range(4):
+            before = bits(beside.parameters())
+            (loss_of(model, step) + loss_of(beside, step)).backward()
+            assert bits(beside.parameters()) == before
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        found.append(bits([*model.parameters(), *beside.parameters()]))
+    assert found[0] == found[1]
+
+
+def test_gradients_that_come_in_some_backwards_only() -> None:
+    """As of experts: what was expected and does not come, and what comes unexpectedly, is updated in step()."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts, self.last = nn.ModuleList(nn.Linear(24, 24) for _ in range(4)), nn.Linear(24, 7)
+            self.used = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.used += 1
+            return self.last(self.experts[self.used % 4](self.experts[self.used // 3 % 4](x)))
+
+    for place in ("host", "cpu", "stride:2", "resident"):
+        expected = trained(Experts(), "step", place, 9, subgroup_size=400)
+        assert trained(Experts(), "backward", place, 9, subgroup_size=400) == expected
+
+
+def test_settings_are_those_when_backward_begins() -> None:
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        optimizer = attached(model, updates)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(4):
+            loss_of(model, step).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+    loss_of(model, 4).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(RuntimeError, match=r"settings of param group 0 .* lr was 0.00\d+ then and is 0.5 now"):
+        optimizer.step()
+
+
+def refused_step(optimizer: DOSAdam, model: nn.Module, how: str) -> None:
+    """Do what these updates do not allow, after a backward."""
+    if how == "clip":
+        optimizer.clip_grad_norm_(1.0)
+    elif how == "torch's clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    elif how == "clip values":
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    elif how == "norm":
+        optimizer.grad_norm()
+    elif how == "edit":
+        optimizer.edit_gradients(lambda p, g: None)
+    elif how == "closure":
+        optimizer.step(lambda: 0.0)
+    elif how == "scaler":
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+    elif how == "attach":
+        optimizer.attach(model)
+    elif how == "set":
+        next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("clip", "neither clipped, measured nor edited"),
+        ("torch's clip", "max_grad_norm=0 or None in a trainer"),
+        ("clip values", "max_grad_norm=0 or None in a trainer"),
+        ("norm", "neither clipped, measured nor edited"),
+        ("edit", "neither clipped, measured nor edited"),
+        ("closure", "call backward and then step"),
+        ("scaler", "train in bfloat16 without GradScaler"),
+        ("attach", r"call optimizer.step\(\) after each backward"),
+        ("set", "user code has set p.grad"),
+    ],
+)
+def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> None:
+    """In the first iteration nothing has changed then."""
+    model = mlp()
+    optimizer = attached(model)
+    if not first:
+        loss_of(model, 0).backward()
+        optimizer.step()
+    before = bits(model.parameters())
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match=message):
+        refused_step(optimizer, model, how)
+    assert not first or bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_grad_norm": 1.0}, "max_grad_norm= needs the norm"),
+        ({"skip_nonfinite": True}, "skip_nonfinite=True needs the norm"),
+        ({"offload_gradients": True}, "offload_gradients=True keeps gradients"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    model = mlp()
+    with pytest.raises(ValueError, match=message):
+        attached(model, **settings)
+    optimizer = maker("cpu")(model.parameters())
+    with pytest.raises(ValueError, match="updates must be 'step' or 'backward'"):
+        optimizer.attach(model, updates="forward")
+
+
+def test_gradients_that_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(24, 24, sparse=True), nn.Linear(24, 7))
+    optimizer = attached(model)
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        model(torch.ones(2, dtype=torch.long)).sum().backward()
+    assert bits(model.parameters()) == before
+    model = mlp()
+    optimizer = attached(model)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss_of(model, 0).backward(create_graph=True)
+    for p in model.parameters():
+        p.grad = None
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(RuntimeError, match="register_post_accumulate_grad_hook"):
+        loss_of(model, 0).backward()
+    with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
+        optimizer.attach(model, updates="backward")
+    handle.remove()
+
+
+def test_state_is_not_read_between_backward_and_step() -> None:
+    model = mlp()
+    optimizer = attached(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    loss_of(model, 1).backward()
+    for read in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) first"):
+            read()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "stride:2", "resident"])
+def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: Any) -> None:
+    class Raising(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.raises = nn.Linear(24, 24), nn.Linear(24, 7), ""
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(Raises.apply(x.requires_grad_()) if self.raises == "last" else x)
+            x = self.second(Raises.apply(x) if self.raises == "midst" else x)
+            return Raises.apply(x) if self.raises == "first" else x
+
+    model = Raising()
+    optimizer = attached(model, place=place, subgroup_size=25)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    for raises in ("first", "midst"):
+        model.raises = raises
+        before = bits(model.parameters())
+        with pytest.raises(ArithmeticError, match="in backward"):
+            loss_of(model, 3).backward()
+        if raises == "first":
+            assert bits(model.parameters()) == before
+            optimizer.zero_grad()
+            model.raises = ""
+            loss_of(model, 3).backward()
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="step 4 was the last complete one"):
+        optimizer.step()
+    optimizer.synchronize()
+
+
+def test_changes_by_user_code_between_steps() -> None:
+    """Parameters, state and masters that user code writes to, memory that moves home, another attach."""
+    for place in ("host", "cpu", "stride:2", "resident", 0.5):
+        found = []
+        for updates in ("step", "backward"):
+            model = mlp(torch.bfloat16)
+            optimizer = attached(model, updates, place)
+            for step in range(8):
+                loss_of(model, step).backward()
+                if step == 6:
+                    optimizer.release_memory()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    if step == 2:
+                        optimizer.synchronize()
+                        model[0].weight.mul_(1.5)
+                    if step == 3:
+                        optimizer.state[model[3].weight]["exp_avg"].mul_(0.5)
+                if step == 4:
+                    optimizer.attach(model, updates=updates)
+            found.append(everything(model, optimizer))
+        assert found[0] == found[1]
+
+
+def test_a_model_that_is_updated_in_part_is_not_used() -> None:
+    model = mlp()
+    optimizer = attached(model, "backward", "cpu", subgroup_size=25)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    with torch.no_grad():
+        model[0].weight.mul_(1.5)  # step() has to look at it
+    loss_of(model, 2).backward()
+    for use in (lambda: model(torch.ones(1, 24)), model.state_dict, lambda: model.eval()(torch.ones(1, 24))):
+        with pytest.raises(RuntimeError, match="when some of its parameters are updated"):
+            use()
+    model.train()
+    optimizer.step()
+    model(torch.ones(1, 24))
+
+
+def test_activations_and_memory() -> None:
+    """Gradients are released while backward runs; saved tensors may move meanwhile; nothing is kept alive."""
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        optimizer = maker("adaptive", machine=SLOW)(model.parameters())
+        optimizer.attach(model, activations=1.0, updates=updates)
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+    assert optimizer.plan() is not None
+    assert optimizer.explain()
+    assert optimizer.metrics()
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+    loss_of(model, 9).backward()
+
+
+def test_switching_back_to_updates_in_step() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = attached(model), attached(twin, "step")
+    for step in range(6):
+        if step == 3:
+            optimizer.attach(model)
+        for each, own in ((model, optimizer), (twin, plain)):
+            loss_of(each, step).backward()
+            own.step()
+            own.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
