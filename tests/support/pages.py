@@ -20,7 +20,7 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel.hardware import HardwareProfile
 
 ROOT = Path(__file__).parents[2]
-WHOLE = ("getting-started", "hugging-face", "migrating", "formats", "weights")
+WHOLE = ("getting-started", "hugging-face", "migrating", "formats", "updates-during-backward", "weights")
 """Pages whose blocks are one program."""
 FRAGMENTS = ("README", "index", "activations", "disk", "memory", "how-it-decides", "calibrating")
 """Pages whose blocks are parts of the reader's own program: each gets a model and the rest of it."""

@@ -108,6 +108,7 @@ def run(
     numel: int = 300_000,
     attached: bool = False,
     activations: int | float | Literal["auto"] | None = None,
+    updates: Literal["step", "backward"] = "step",
     micro_batches: int = 1,
     captured: bool = False,
     model_class: type[Scales] = Scales,
@@ -117,14 +118,14 @@ def run(
 ) -> list[bytes]:
     """Parameters and state after some steps, to the bit.
 
-    activations: as for `attach`. captured: whether forward and backward are replayed by a CUDA graph, but for the first
+    activations, updates: as for `attach`. captured: whether forward and backward are replayed by a CUDA graph, but for the first
     steps; the current stream must not be the default one. before: called between backward and step. between: called
     after each step is issued. ended: called when the last has ended.
     """
     model = model_class(layers, numel)
     optimizer = optimizer_of(model)
     if attached or activations is not None:
-        optimizer.attach(model, activations=activations)
+        optimizer.attach(model, activations=activations, updates=updates)
     x = torch.tensor(1.0, dtype=torch.bfloat16, device=DEVICE)
 
     def compute(x: Tensor) -> None:

@@ -1,0 +1,78 @@
+"""On a GPU: updates during backward, beside the kernels that still read the parameters and write gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dos import DOSAdam
+from tests.support.gpu import DEVICE, NEEDS_GPU
+from tests.support.inside import plan_anew, session_of
+from tests.support.random_plans import RandomPlans
+from tests.support.scales import OnTwoStreams, Scales, Sines, run, with_policy
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[bytes]:
+    return run(with_policy("cpu"))
+
+
+class Chain(Scales):
+    """Each layer reads its weight in backward, too, to give the layer before its gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x * (layer.weight.float() * 0.01).tanh().mean() + layer(x.to(layer.weight.dtype)).tanh()
+        return x
+
+
+def updated_in_backward(optimizer: DOSAdam) -> None:
+    """Between the last backward and step(): all but the first step is issued there."""
+    mode = session_of(optimizer).in_backward
+    assert mode is not None
+    assert mode.issued or not optimizer.plan()
+
+
+@pytest.mark.parametrize("subgroup_size", [100_000, 10**9])
+@pytest.mark.parametrize("policy", ["cpu", 0.0, 0.5, "stride:1", "stride:3", "adaptive"])
+def test_same_bits(policy: str | float, subgroup_size: int, expected: list[bytes]) -> None:
+    found = run(with_policy(policy, subgroup_size), attached=True, updates="backward", before=updated_in_backward)
+    assert found == expected
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_plans_that_change_every_step(slots: int, expected: list[bytes]) -> None:
+    policy = RandomPlans(slots, slots)
+    settings = {"attached": True, "updates": "backward"}
+    assert run(with_policy(policy), between=lambda o, _: plan_anew(o), **settings) == expected
+
+
+@pytest.mark.parametrize("policy", ["cpu", "resident", "stride:2"])
+@pytest.mark.parametrize("state_format", ["int8", "float32"])
+def test_formats(policy: str, state_format: str) -> None:
+    settings = {"state_format": state_format}
+    plain = run(with_policy("cpu", **settings), attached=True)
+    assert run(with_policy(policy, **settings), attached=True, updates="backward") == plain
+
+
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2", "resident"])
+@pytest.mark.parametrize("model", [Chain, OnTwoStreams, Sines])
+def test_what_backward_still_reads(policy: str | float, model: type[Scales]) -> None:
+    """Weights that backward reads on several streams, and saved tensors that move meanwhile."""
+    settings = {"model_class": model, "layers": 12, "activations": 1.0 if model is Sines else None}
+    plain = run(with_policy("cpu"), attached=True, **settings)
+    assert run(with_policy(policy), attached=True, updates="backward", **settings) == plain
+
+
+def test_memory_that_is_released_meanwhile(expected: list[bytes]) -> None:
+    """Gradients are given away while updates read them: what user code allocates gets their memory."""
+
+    def before(optimizer: DOSAdam) -> None:
+        for _ in range(20):
+            torch.full((300_000,), 7.0, dtype=torch.bfloat16).to(DEVICE)
+
+    for policy in ("cpu", "resident", "stride:2"):
+        assert run(with_policy(policy), attached=True, updates="backward", before=before) == expected
