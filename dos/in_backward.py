@@ -508,13 +508,13 @@ def _run(
     # torch.autograd.grad() writes no p.grad. A backward within another one belongs to that.
     if not accumulate_grad or not _sessions or in_backward():
         return run()
-    runs = [(session, session.backward_begins(double=create_graph)) for session in list(_sessions)]
+    runs = [(session, session.run_begins(double=create_graph)) for session in list(_sessions)]
     try:
         found = run()
     except BaseException as error:
         for session, each in runs:
-            session.backward_failed(each, error)
+            session.run_failed(each, error)
         raise
     for session, each in runs:
-        session.backward_ends(each)
+        session.run_ends(each)
     return found

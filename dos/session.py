@@ -707,20 +707,20 @@ class Session:
     # Updates during backward.
 
     @entry(*ANY, hook=True)
-    def backward_begins(self, *, double: bool) -> Run:
+    def run_begins(self, *, double: bool) -> Run:
         """Note that user code begins a backward. double: whether it makes a graph of its own."""
         assert self.in_backward is not None, "it is told only then"
         return self.in_backward.begin(double=double)
 
     @entry(*ANY, hook=True)
-    def backward_ends(self, run: Run) -> None:
+    def run_ends(self, run: Run) -> None:
         """Note that a backward has ended."""
         if self.in_backward is not None:
             self.in_backward.end(run, self.parameters)
             self._wait_before_reads()
 
     @entry(*ANY, hook=True)
-    def backward_failed(self, run: Run, error: BaseException) -> None:
+    def run_failed(self, run: Run, error: BaseException) -> None:
         """Note that a backward has raised `error`. If it has updated anything, the optimizer is broken."""
         if self.in_backward is not None:
             self.in_backward.fail(run, error)

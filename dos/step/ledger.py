@@ -442,6 +442,8 @@ class Ledger:
         if self.step is not None:
             self.step.fail(failure)
         self.drain()  # user code releases gradients and loads checkpoints: no job may run any more
+        with contextlib.suppress(Exception):  # user code gets the exception of its own backward
+            self.settle()
 
     def _begin(self) -> Turns:
         """Begin to issue a step."""

@@ -118,9 +118,9 @@ def run(
 ) -> list[bytes]:
     """Parameters and state after some steps, to the bit.
 
-    activations, updates: as for `attach`. captured: whether forward and backward are replayed by a CUDA graph, but for the first
-    steps; the current stream must not be the default one. before: called between backward and step. between: called
-    after each step is issued. ended: called when the last has ended.
+    activations, updates: as for `attach`. captured: whether forward and backward are replayed by a CUDA graph, but for
+    the first steps; the current stream must not be the default one. before: called between backward and step. between:
+    called after each step is issued. ended: called when the last has ended.
     """
     model = model_class(layers, numel)
     optimizer = optimizer_of(model)

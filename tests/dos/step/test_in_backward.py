@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam
 from dos.step.ledger import Ledger
-from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp
+from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
