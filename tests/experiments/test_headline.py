@@ -1,0 +1,35 @@
+"""The headline's contenders run in processes of their own; what the planner says stands beside DOSAdam's figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from experiments.check.base import Size
+from experiments.check.headline import JOBS, OURS, main, predicted
+
+
+def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["no optimizer", OURS[1].name, "torchao CPUOffloadOptimizer"]
+    quiet = ["--out", str(tmp_path), "--json", "--micro-batches", "2"]
+    assert main([*quiet, *(word for name in names for word in ("--contender", name))]) == 0
+    ceiling, ours, peer = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["contender"] for row in (ceiling, ours, peer)] == names
+    for row in (ceiling, ours):
+        assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["iteration_s"])
+        assert row["tokens_per_step"] == 2 * 2 * 16
+    assert ours["metrics"]["share_gpu_resident"] == 1
+    assert "tokens_per_s" in peer or peer["note"] == "torchao is not installed"
+
+
+@pytest.mark.parametrize(("gpu", "known"), [("NVIDIA H100 80GB HBM3", True), ("NVIDIA GeForce RTX 9999", False)])
+def test_the_planner_s_word(gpu: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More micro-batches are faster; of a GPU that the planner does not know nothing is said."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
+    once, often = predicted(JOBS[Size.FULL], 1), predicted(JOBS[Size.FULL], 4)
+    assert (once is not None) == (often is not None) == known
+    if once is not None and often is not None:
+        assert 6000 < once < often < 13000
