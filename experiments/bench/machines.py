@@ -28,11 +28,16 @@ HEADROOM = 1.4
 so that both last as long in every run, whatever else the processor has to do."""
 
 
+MOST_COMPUTE_S = 0.25
+"""Of forward and backward, by which an emulated machine is slowed: other programs must not make a demo take an hour."""
+
+
 def choose_machine(model: GPT, subgroup_size: int, steps: int, compute: Callable[[], None]) -> Machine:
     """The GPU if there is one, else an `EmulatedMachine`. compute: one forward and backward, to be timed for it."""
     if torch.cuda.is_available():
         return Machine()
-    return EmulatedMachine(model, subgroup_size, compute_s=fastest_s(compute, 20), steps=steps)
+    compute_s = min(fastest_s(compute, 20), MOST_COMPUTE_S)
+    return EmulatedMachine(model, subgroup_size, compute_s=compute_s, steps=steps)
 
 
 class Machine:

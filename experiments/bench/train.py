@@ -109,11 +109,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             settings |= {"policy": policies[name], "subgroup_size": subgroup_size, "device": machine.device}
             optimizer = DOSAdam(model.parameters(), **settings)
+        began = time.perf_counter()
         task = progress.add_task(name, total=len(batches), loss=math.nan)
         iterations = []
         for iteration in train(model, optimizer, batches, machine):
             iterations.append(iteration)
             progress.update(task, advance=1, loss=iteration.loss)
+        if not console.is_terminal:  # where no bar moves
+            left = len(policies) + 1 + (machine.has_neighbour and DEFAULT in policies) - len(progress.tasks)
+            seconds = time.perf_counter() - began
+            figures = f"{len(batches)} iterations, loss {iterations[-1].loss:.3f}, {seconds:.0f} s"
+            console.print(f"{name}: {figures}; {left} more to come" if left else f"{name}: {figures}")
         share, explanation = 1.0, ""
         if isinstance(optimizer, DOSAdam):
             share, explanation = 1.0 - optimizer.metrics()["share_cpu"], optimizer.explain()
