@@ -2,6 +2,7 @@
 #include "adam.h"
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include <omp.h>
@@ -40,14 +41,22 @@ class DefaultFloatEnvironment {
 // Below this many elements a thread costs more to wake than it saves.
 constexpr int64_t kMinPerThread = 16384;
 
-// Calls f(begin, end) on contiguous shares whose boundaries are multiples of `grain`.
+// Threads take so many elements at a time, so that one whose core is busy with other work delays the rest by no more.
+constexpr int64_t kTaken = 1 << 16;
+
+// Calls f(begin, end) on contiguous shares whose boundaries are multiples of `grain`, a divisor of kTaken.
 template <class F>
 void parallel(int64_t n, int64_t grain, int threads, const F& f) {
   threads = static_cast<int>(std::clamp<int64_t>(n / kMinPerThread, 1, threads));
-  const auto share = [&](int64_t index, int64_t count) {
-    const int64_t grains = (n + grain - 1) / grain;
+  // Few elements are divided equally.
+  const int64_t each = (n + threads - 1) / threads;
+  const int64_t taken = std::min(kTaken, (each + grain - 1) / grain * grain);
+  std::atomic<int64_t> next{0};
+  const auto share = [&](int64_t, int64_t) {
     const DefaultFloatEnvironment environment;
-    f(grains * index / count * grain, std::min(n, grains * (index + 1) / count * grain));
+    for (int64_t begin; (begin = next.fetch_add(taken, std::memory_order_relaxed)) < n;) {
+      f(begin, std::min(n, begin + taken));
+    }
   };
   if (threads == 1) return share(0, 1);
   if (on_main_thread()) {
@@ -69,11 +78,13 @@ void parallel_over(const AdamRun* runs, int64_t count, int threads, const F& f) 
   const auto length = [](const AdamRun& run) {
     return run.arrays.grad ? (run.numel + kGrain - 1) / kGrain * kGrain : 0;
   };
-  int64_t total = 0;
-  for (int64_t i = 0; i < count; ++i) total += length(runs[i]);
-  parallel(total, kGrain, threads, [&](int64_t begin, int64_t end) {
-    int64_t start = 0;
-    for (const AdamRun* run = runs; start < end; start += length(*run++)) {
+  std::vector<int64_t> ends;  // of the runs
+  ends.reserve(count);
+  for (int64_t i = 0; i < count; ++i) ends.push_back((i ? ends.back() : 0) + length(runs[i]));
+  parallel(count ? ends.back() : 0, kGrain, threads, [&](int64_t begin, int64_t end) {
+    const int64_t first = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    int64_t start = first ? ends[first - 1] : 0;
+    for (const AdamRun* run = runs + first; start < end; start += length(*run++)) {
       const int64_t from = std::max<int64_t>(begin - start, 0), to = std::min(end - start, run->numel);
       if (run->arrays.grad && from < to) f(*run, from, to);
     }

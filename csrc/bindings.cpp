@@ -15,6 +15,7 @@
 
 #include "adam.h"
 #include "disk.h"
+#include "order.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -49,6 +50,18 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+using Scalars = std::vector<std::array<double, 13>>;
+
+std::vector<dos::AdamScalars> rounded(const Scalars& scalars) {
+  std::vector<dos::AdamScalars> found;
+  for (const auto& s : scalars) {
+    const auto f = [&](int i) { return static_cast<float>(s[i]); };
+    found.push_back({f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), s[10] != 0, s[11] != 0,
+                     static_cast<uint32_t>(s[12])});
+  }
+  return found;
+}
+
 static_assert(sizeof(dos::AdamRun) == 14 * 8, "dos/kernels/update.py writes 14 words");
 
 }  // namespace
@@ -59,19 +72,52 @@ NB_MODULE(_adam, module) {
   // runs: the address of `count` AdamRun; scalars: AdamScalars in order, in double precision.
   module.def(
       "adam_update",
-      [](uintptr_t runs, int64_t count, const std::vector<std::array<double, 13>>& scalars, int threads,
-         const Name& isa_name) {
-        std::vector<dos::AdamScalars> rounded;
-        for (const auto& s : scalars) {
-          const auto f = [&](int i) { return static_cast<float>(s[i]); };
-          rounded.push_back({f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), s[10] != 0, s[11] != 0,
-                             static_cast<uint32_t>(s[12])});
-        }
+      [](uintptr_t runs, int64_t count, const Scalars& scalars, int threads, const Name& isa_name) {
+        const auto steps = rounded(scalars);
         const dos::Isa isa = find_isa(isa_name);
         const nb::gil_scoped_release release;
-        dos::adam_update(at<const dos::AdamRun>(runs), count, rounded.data(), threads, isa);
+        dos::adam_update(at<const dos::AdamRun>(runs), count, steps.data(), threads, isa);
       },
       "runs"_a, "count"_a, "scalars"_a, "threads"_a, "isa"_a.none());
+
+  nb::class_<dos::Order>(module, "Order")
+      .def(nb::init<>())
+      .def("serve", &dos::Order::serve, nb::call_guard<nb::gil_scoped_release>())
+      // These release the lock of Python only where they wait: to get it back may take the thread milliseconds.
+      .def(
+          "enter",
+          [](dos::Order& order, int64_t place) {
+            if (order.reached(place)) return;
+            const nb::gil_scoped_release release;
+            order.enter(place);
+          },
+          "place"_a)
+      .def(
+          "leave",
+          [](dos::Order& order, int64_t place) {
+            if (order.reached(place)) return order.leave(place);
+            const nb::gil_scoped_release release;
+            order.leave(place);
+          },
+          "place"_a)
+      .def("stop", &dos::Order::stop)
+      .def("close", &dos::Order::close)
+      // Returns the start and the end, by time.perf_counter; None if it was stopped before.
+      .def(
+          "adam_update",
+          [](dos::Order& order, int64_t place, uintptr_t runs, int64_t count, const Scalars& scalars, int threads,
+             const Name& isa_name) -> std::optional<std::tuple<double, double>> {
+            const auto steps = rounded(scalars);
+            const dos::Isa isa = find_isa(isa_name);
+            const auto update = [&] {
+              dos::adam_update(at<const dos::AdamRun>(runs), count, steps.data(), threads, isa);
+            };
+            const nb::gil_scoped_release release;
+            dos::Order::Times times;
+            if (!order.run(place, update, &times)) return std::nullopt;
+            return std::tuple(times.start, times.end);
+          },
+          "place"_a, "runs"_a, "count"_a, "scalars"_a, "threads"_a, "isa"_a.none());
 
   // The type is an index of dos::DType.
   module.def(

@@ -1,4 +1,4 @@
-// Threads that share a loop with the thread that calls them, and sleep between loops.
+// Threads that share a loop with the thread that calls them, and sleep between loops, a moment after the last one.
 //
 // A thread that has run a parallel region of OpenMP leaves workers that spin for milliseconds. If another thread opens
 // regions, they compete for the cores: after an update on a thread of ours, steps of AdamW(fused=True) on the main one

@@ -231,6 +231,10 @@ class Device(Protocol):
     def bind_host_thread(self) -> None:
         """Bind this thread, which updates on the host, to the cores near the device. Each such thread calls it once."""
 
+    @property
+    def only_clocks_updates(self) -> bool:
+        """Whether `host_update` does no more now than read the clock, so that native code may do it."""
+
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
         """Surround an update of `numel` parameters on the host; yield the time.perf_counter() of its start.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import PIECE_BYTES, copy_runs, runs
 from dos.devices.pinned import pin, unpin
-from dos.devices.ranges import named
+from dos.devices.ranges import named, names
 from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
@@ -265,6 +265,10 @@ class CudaDevice:
         device these would make a context, half a gigabyte, on the first GPU, which may be another rank's.
         """
         return torch.cuda.device(self.torch_device)
+
+    @property
+    def only_clocks_updates(self) -> bool:
+        return not names()
 
     @contextmanager
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> Iterator[float]:

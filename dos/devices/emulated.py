@@ -338,6 +338,10 @@ class EmulatedDevice:
     def bind_host_thread(self) -> None:
         pass
 
+    @property
+    def only_clocks_updates(self) -> bool:
+        return False
+
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
         alone_s = LANES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
         return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)

@@ -23,9 +23,12 @@ _NOTHING = nullcontext()
 
 def named(*words: object) -> AbstractContextManager[None]:
     """Return a range named "dos" and these words, to surround host code that issues or does work."""
-    if not (_NSIGHT or is_profiled()):
-        return _NOTHING
-    return _named("dos " + " ".join(map(str, words)))
+    return _named("dos " + " ".join(map(str, words))) if names() else _NOTHING
+
+
+def names() -> bool:
+    """Return whether a profiler listens."""
+    return _NSIGHT or is_profiled()
 
 
 @contextmanager

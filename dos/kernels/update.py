@@ -27,9 +27,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, PARAM, STEP, AdamArrays, AdamStep
@@ -40,6 +42,9 @@ from dos.torch_internals.tensors import is_zero_tensor
 from perfmodel.format import BLOCK
 
 _adam = load_extension()
+
+Order: Any = _adam.Order
+"""Runs prepared updates one at a time, each in its place from 0 on, without Python's lock; see csrc/order.h."""
 
 
 def instruction_sets() -> list[str]:
@@ -144,11 +149,31 @@ def prepare(
     if first._gpu is not None:
         return first._gpu.prepare(steps, table)
     scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
+    return HostUpdate(table, scalars, threads, isa)
 
-    def update_together() -> None:
-        _adam.adam_update(table.ctypes.data, len(table), scalars, _threads(threads), isa)
 
-    return update_together
+class HostUpdate:
+    """A prepared update on the CPU: called, it updates at once. It keeps the table, not the memory that this names."""
+
+    def __init__(
+        self, table: NDArray[np.int64], scalars: Sequence[tuple[float, ...]], threads: int, isa: str | None
+    ) -> None:
+        self._table, self._scalars, self._threads, self._isa = table, scalars, threads, isa
+
+    def __call__(self) -> None:
+        _adam.adam_update(*self._arguments)
+
+    def in_order(self, order: Any, place: int) -> tuple[float, float] | None:
+        """Let the thread that serves the order update, once all places before this one were left, and leave it.
+
+        Returns when it began and ended, by `time.perf_counter`; None, with nothing updated, if the order was stopped.
+        """
+        found: tuple[float, float] | None = order.adam_update(place, *self._arguments)
+        return found
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        return self._table.ctypes.data, len(self._table), self._scalars, _threads(self._threads), self._isa
 
 
 def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:

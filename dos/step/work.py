@@ -196,10 +196,10 @@ class SubgroupUpdate:
         if self.subgroup.newest:
             self.subgroup.newest.difference_update(self.pieces)
 
-    def prepare_on_host(self) -> Callable[[], None]:
+    def prepare_on_host(self) -> HostUpdate:
         """Prepare the update of the host state from staged or offloaded gradients, which must have arrived.
 
-        Returns the function that updates; the new parameters stay staged.
+        The new parameters stay staged.
         """
         state = self.on_host.state
         if self.from_disk:
@@ -214,15 +214,14 @@ class SubgroupUpdate:
             staged = self.on_host.gradient
             self._point(batch, staged.data_ptr(), staged.itemsize, staged.dtype)
         arena = self.subgroup.arena
-        apply = arena.rule.prepare([batch], self.settings)
+        return HostUpdate(self, arena.rule.prepare([batch], self.settings))
 
-        def update() -> None:
-            apply()
-            # Only at home do staged parameters last: another subgroup gets the window later.
-            if self.at_home and arena.reads_parameters and len(self.subgroup.newest) < len(self.subgroup.pieces):
-                self.subgroup.newest.update(self.pieces)
-
-        return update
+    def finish_on_host(self) -> None:
+        """Finish an update of `prepare_on_host`."""
+        # Only at home do staged parameters last: another subgroup gets the window later.
+        reads = self.at_home and self.subgroup.arena.reads_parameters
+        if reads and len(self.subgroup.newest) < len(self.subgroup.pieces):
+            self.subgroup.newest.update(self.pieces)
 
     def follow(self, state: State) -> None:
         """Let masters in `state`, on the device of the parameters, follow parameters that user code wrote to."""
@@ -337,6 +336,30 @@ def _values(item: Item) -> Tensor:
     flat = flat_alias(gradient.values)
     assert flat is not None, "the gradient has the order of the record's memory"
     return piece.of_parameter(flat.detach())
+
+
+class HostUpdate(NamedTuple):
+    """An update on the host, prepared. apply: of the rule."""
+
+    update: SubgroupUpdate
+    apply: Callable[[], None]
+
+    def __call__(self) -> None:
+        """Update."""
+        self.apply()
+        self.update.finish_on_host()
+
+    def in_order(self, order: Any, place: int) -> tuple[float, float] | None:
+        """Update in a place of a `dos.kernels.update.Order`, where the rule's updates are native."""
+        found: tuple[float, float] | None = self.apply.in_order(order, place)  # type: ignore[attr-defined]
+        if found is not None:
+            self.update.finish_on_host()
+        return found
+
+    @property
+    def native(self) -> bool:
+        """Whether it can run in an order, without Python."""
+        return hasattr(self.apply, "in_order")
 
 
 class Placed(NamedTuple):

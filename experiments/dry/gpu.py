@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import time
 import types
@@ -42,6 +43,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     # In place of the compiled part: nothing here reads or writes memory.
     compiled: Any = types.ModuleType("dos._adam")
     compiled.adam_update = _HostKernel(machine)
+    compiled.Order = functools.partial(_Order, compiled.adam_update)
     compiled.sum_of_squares = lambda *_: 0.0
     compiled.instruction_sets = lambda: ["portable"]
     sys.modules["dos._adam"] = compiled
@@ -124,12 +126,36 @@ class _HostKernel:
         self._machine = machine
 
     def __call__(self, address: int, rows: int, scalars: object, threads: int, isa: object) -> None:
+        lib.sim_host_update(*self.work(address, rows, threads))
+
+    def work(self, address: int, rows: int, threads: int) -> tuple[float, float, float]:
+        """The arguments of sim_host_update."""
         from dos.kernels.adam import STEP
 
         words = np.ctypeslib.as_array((ctypes.c_int64 * (rows * (STEP + 1))).from_address(address))
         state, numel = _numel(words.reshape(rows, STEP + 1))
         traffic = state.update_traffic * self._machine.profile.cpu_traffic_factor
-        lib.sim_host_update(numel, self._machine.cpu_rate(state, threads), traffic)
+        return numel, self._machine.cpu_rate(state, threads), traffic
+
+
+class _Order:
+    """In place of the extension's, of which it is a part."""
+
+    def __init__(self, kernel: _HostKernel) -> None:
+        self._kernel, self._order = kernel, lib.sim_order()
+
+    def __del__(self) -> None:
+        lib.sim_order_delete(self._order)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return functools.partial(getattr(lib, f"sim_order_{name}"), self._order)
+
+    def adam_update(
+        self, place: int, address: int, rows: int, scalars: object, threads: int, isa: object
+    ) -> tuple[float, float] | None:
+        times = (ctypes.c_double * 2)()
+        ran = lib.sim_order_update(self._order, place, *self._kernel.work(address, rows, threads), times)
+        return (times[0], times[1]) if ran else None
 
 
 def _device_kernel(machine: Machine) -> Callable[..., Any]:

@@ -32,6 +32,16 @@ lib.sim_faults()
 lib.sim_dry.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2
 lib.sim_spend.argtypes = lib.sim_busy.argtypes = lib.sim_update.argtypes = [ctypes.c_double]
 lib.sim_host_update.argtypes = [ctypes.c_double] * 3
+lib.sim_order.restype = ctypes.c_void_p
+for _name in ("delete", "serve", "stop", "close"):
+    getattr(lib, f"sim_order_{_name}").argtypes = [ctypes.c_void_p]
+lib.sim_order_enter.argtypes = lib.sim_order_leave.argtypes = [ctypes.c_void_p, ctypes.c_long]
+lib.sim_order_update.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_long,
+    *[ctypes.c_double] * 3,
+    ctypes.POINTER(ctypes.c_double),
+]
 lib.sim_host_updates.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2 + [ctypes.c_int]
 lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
 holding = ctypes.PyDLL(_path)

@@ -16,9 +16,11 @@
 #include <c10/core/thread_pool.h>
 #include <torch/library.h>
 
+#include "../../csrc/order.h"
 #include "timed.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <linux/falloc.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -964,6 +966,30 @@ void sim_host_update(double parameters, double rate, double traffic) {
   dry->wait(ended, AWAKE_S);
   --dry->updating;
   dry->at_once([&](auto&) { dry->updates.emplace_back(begin, ended->at); });
+}
+// The order of updates on the CPU, as the extension has it.
+void* sim_order() { return new dos::Order; }
+void sim_order_delete(void* order) { delete static_cast<dos::Order*>(order); }
+void sim_order_serve(void* order) {
+  // The machines have cores for the CPU lane. Here its thread works for a moment only, and does not wait for a core.
+  sched_param before, first{1};
+  int policy;
+  pthread_getschedparam(pthread_self(), &policy, &before);
+  pthread_setschedparam(pthread_self(), SCHED_RR, &first);  // where the system permits
+  static_cast<dos::Order*>(order)->serve();
+  pthread_setschedparam(pthread_self(), policy, &before);
+}
+void sim_order_enter(void* order, long place) { static_cast<dos::Order*>(order)->enter(place); }
+void sim_order_leave(void* order, long place) { static_cast<dos::Order*>(order)->leave(place); }
+void sim_order_stop(void* order) { static_cast<dos::Order*>(order)->stop(); }
+void sim_order_close(void* order) { static_cast<dos::Order*>(order)->close(); }
+// times: of the start and the end. Returns whether it has run.
+int sim_order_update(void* order, long place, double parameters, double rate, double traffic, double* times) {
+  dos::Order::Times ran;
+  const auto update = [&] { sim_host_update(parameters, rate, traffic); };
+  if (!static_cast<dos::Order*>(order)->run(place, update, &ran)) return 0;
+  times[0] = ran.start, times[1] = ran.end;
+  return 1;
 }
 // When the last updates on the CPU began and ended, at most n of them; how many there are. Forgets them.
 int sim_host_updates(double* begins, double* ends, int n) {

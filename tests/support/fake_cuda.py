@@ -312,6 +312,7 @@ def use_virtual_time(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(perf_counter=lambda: runtime.host)
     for module in ("devices.cuda", "backward", "step.host_lane", "step.iteration"):
         monkeypatch.setattr(f"dos.{module}.time", clock)
+    monkeypatch.setattr(FakeCudaDevice, "only_clocks_updates", False)  # native code reads the real clock
 
 
 def queue_gradients(

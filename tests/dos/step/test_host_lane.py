@@ -22,9 +22,11 @@ from dos.state.device_store import DeviceStore
 from dos.step import host_lane
 from dos.step.futures import reject, resolve
 from dos.step.host_lane import HostLane, Turn, Turns
+from dos.step.work import HostUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
-from tests.support.training import FAST, mlp
+from tests.support.fake_cuda import FakeCudaDevice, install
+from tests.support.training import FAST, mlp, train
 
 WAIT_S = 20
 
@@ -34,6 +36,8 @@ class Device:
 
     def __init__(self, queues: bool, send: Callable[[int], object]) -> None:
         self.queues, self.send = queues, send
+
+    only_clocks_updates = True
 
     def bind_host_thread(self) -> None: ...
 
@@ -133,6 +137,36 @@ def test_a_failed_upload_fails_what_has_not_begun(queues: bool) -> None:
     assert str(ends[1]) == "the link"
     assert updated in ([0, 1], [0, 1, 2], [0, 1, 2, 3]), "one thread may be about to begin, and one has begun"
     assert {str(each) for each in ends[len(updated) :]} == {"the link"}
+
+
+def test_each_update_is_one_native_call_on_a_device_that_is_queued_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = install(monkeypatch, seed=None)
+    native, plain = list[int](), list[object]()
+    in_order, call, take = HostUpdate.in_order, HostUpdate.__call__, Turns.take
+
+    def counted(update: HostUpdate, order: Any, place: int) -> Any:
+        native.append(place)
+        return in_order(update, order, place)
+
+    def take_once_served(turns: Turns) -> Any:
+        end = time.monotonic() + WAIT_S
+        while not turns.served and time.monotonic() < end:
+            time.sleep(1e-4)
+        return take(turns)
+
+    model, twin = mlp(), mlp()
+    train(twin, DOSAdam(twin.parameters(), policy="cpu", subgroup_size=300, device=EmulatedDevice(FAST, 10**9)), 2)
+    monkeypatch.setattr(HostUpdate, "in_order", counted)
+    monkeypatch.setattr(HostUpdate, "__call__", lambda update: plain.append(update) or call(update))
+    monkeypatch.setattr(Turns, "take", take_once_served)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=FakeCudaDevice(runtime))
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    count = len(optimizer.plan().placements)
+    assert sorted(native) == sorted([*range(count)] * 2)
+    assert not plain
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 class Waiting(EmulatedDevice):

@@ -55,7 +55,7 @@ def test_with_all_parameters_on_the_host_six_calls_lie_above_the_kernel(kernel: 
     model = mlp()
     train(model, DOSAdam(model.parameters()), 2)
     called = [code.co_name for code in reversed(kernel[-1])]
-    assert called == ["step", "holding", "step", "_commit", "apply", "update_together"]
+    assert called == ["step", "holding", "step", "_commit", "apply", "__call__"]
 
 
 def test_a_gradient_from_the_device_to_the_kernel_of_the_host(kernel: list[list[CodeType]]) -> None:

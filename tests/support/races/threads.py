@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _push_mode
 
+from dos.kernels.update import Order as Plain
 from dos.step import host_lane
 from tests.support.races.checker import OURS, Checker, Mode, here
 from tests.support.races.names import places_now
@@ -47,6 +48,28 @@ class Condition(threading.Condition):
             for number, time in self._clock.items():
                 merged[number] = max(time, merged.get(number, 0))
             self._clock = merged
+
+
+class Order:
+    """Who enters comes behind all who have left."""
+
+    def __init__(self) -> None:
+        self._order = Plain()
+        self._clock: Clock = MappingProxyType({})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._order, name)
+
+    def enter(self, place: int) -> None:
+        self._order.enter(place)
+        if Checker.active is not None:
+            Checker.active.this.receive(self._clock)
+
+    def leave(self, place: int) -> None:
+        self.enter(place)
+        if Checker.active is not None:
+            self._clock = Checker.active.this.send()
+        self._order.leave(place)
 
 
 def watch_thread() -> None:
@@ -136,3 +159,4 @@ def patch_threads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(threading.Thread, "start", starting)
     patch.setattr(threading.Thread, "join", joining)
     patch.setattr(host_lane, "Condition", Condition)
+    patch.setattr(host_lane, "Order", Order)

@@ -1,0 +1,140 @@
+// Work of several threads that runs one at a time, in a given order, on the thread that serves.
+//
+// Between two of them neither Python nor its lock is needed: each thread hands its work over ahead of time and sleeps
+// until it has run. One thread runs all, so that one team of threads stays warm.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace dos {
+
+class Order {
+ public:
+  struct Times {  // seconds of CLOCK_MONOTONIC, the clock of Python's time.perf_counter
+    double start = 0, end = 0;
+  };
+
+  // Hands `work` over and waits until it has run, after all places before this one, which it has left then.
+  // Returns false if it has not run, because of `stop`; then the place is not left. Throws what the work throws.
+  template <class F>
+  bool run(int64_t place, const F& work, Times* times) {
+    Work given{[](const void* work) { (*static_cast<const F*>(work))(); }, &work};
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (stopped_) return false;
+    waiting_[place] = &given;
+    change();
+    changed_.wait(lock, [&] { return given.ended; });
+    if (given.error) std::rethrow_exception(given.error);
+    *times = given.times;
+    return given.ran;
+  }
+
+  // Runs all work in its order, until `close`.
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!closed_) {
+      const auto found = waiting_.find(next_);
+      if (found == waiting_.end()) {
+        wait(lock);
+        continue;
+      }
+      Work& work = *found->second;
+      waiting_.erase(found);
+      lock.unlock();
+      work.times.start = now();
+      try {
+        work.call(work.data);
+      } catch (...) {
+        work.error = std::current_exception();
+      }
+      work.times.end = now();
+      lock.lock();
+      if (!work.error) ++next_;
+      work.ran = work.ended = true;
+      change();
+    }
+  }
+
+  // Waits until all places before this one were left.
+  void enter(int64_t place) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return next_ >= place; });
+  }
+
+  // Waits as `enter`, and leaves the place, if that has not happened yet.
+  void leave(int64_t place) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return next_ >= place; });
+    if (next_ > place) return;
+    ++next_;
+    change();
+  }
+
+  // Whether `enter` would not wait.
+  bool reached(int64_t place) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return next_ >= place;
+  }
+
+  // Lets no more work begin.
+  void stop() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopped_ = true;
+    for (const auto& [place, work] : waiting_) work->ended = true;
+    waiting_.clear();
+    change();
+  }
+
+  // Ends `serve`. Nobody may wait for work.
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+    change();
+  }
+
+ private:
+  struct Work {
+    void (*call)(const void*);
+    const void* data;
+    Times times{};
+    std::exception_ptr error{};
+    bool ran = false, ended = false;
+  };
+
+  void change() {
+    changes_.fetch_add(1, std::memory_order_release);
+    changed_.notify_all();
+  }
+
+  // Waits for a change: awake for a moment, because to wake up would take longer than what is missing mostly takes.
+  void wait(std::unique_lock<std::mutex>& lock) {
+    const uint64_t seen = changes_.load(std::memory_order_acquire);
+    lock.unlock();
+    const auto asleep = std::chrono::steady_clock::now() + std::chrono::microseconds(200);
+    while (changes_.load(std::memory_order_acquire) == seen && std::chrono::steady_clock::now() < asleep) {
+      std::this_thread::yield();
+    }
+    lock.lock();
+    changed_.wait(lock, [&] { return changes_.load(std::memory_order_acquire) != seen; });
+  }
+
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<int64_t, Work*> waiting_;
+  int64_t next_ = 0;
+  bool stopped_ = false, closed_ = false;
+  std::atomic<uint64_t> changes_{0};
+};
+
+}  // namespace dos
