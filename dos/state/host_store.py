@@ -201,10 +201,10 @@ class HostStore:
                 if time.perf_counter() - told > TELL_S:
                     told = time.perf_counter()
                     logger.warning(
-                        "pinning host memory for optimizer state, once: %d of %d GiB after %d s",
+                        "pinning host memory for optimizer state, once: %d of %d GiB, %s",
                         done >> 30,
                         total >> 30,
-                        told - began,
+                        f"{(told - began) * (total / done - 1):.0f} s left" if done else "begun",
                     )
                 tensor.make(first, last)
                 done += (last - first) * tensor.tensor.itemsize
