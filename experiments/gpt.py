@@ -65,7 +65,7 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy in nats. tokens, targets: int64 (batch, time), time at most the context."""
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.config.checkpointing else block(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)

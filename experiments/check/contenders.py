@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -256,8 +256,11 @@ def bitsandbytes(model: GPT, job: Job) -> Any:
     return importlib.import_module("bitsandbytes.optim").PagedAdamW32bit(model.parameters(), **SETTINGS)
 
 
-def deepspeed(model: GPT, job: Job) -> Any:
-    """Stage 2, one rank: DeepSpeedCPUAdam on float32 masters on the host. An engine, which runs backward, too."""
+ZERO_OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+def deepspeed(model: GPT, job: Job, zero: Mapping[str, Any] = ZERO_OFFLOAD) -> Any:
+    """One rank: DeepSpeedCPUAdam on float32 masters on the host. An engine, which runs backward, too."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -266,7 +269,7 @@ def deepspeed(model: GPT, job: Job) -> Any:
         "train_micro_batch_size_per_gpu": job.batch,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {**SETTINGS, "betas": [*SETTINGS["betas"]]}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "zero_optimization": dict(zero),
     }
     parameters = list(model.parameters())
     engine, *_ = importlib.import_module("deepspeed").initialize(

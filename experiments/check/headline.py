@@ -1,11 +1,13 @@
-"""Tokens per second of each optimizer where AdamW does not fit: 6.6 billion parameters on one GPU of 80 GB.
+"""Tokens per second of each optimizer, in a process of its own: where AdamW does not fit, or beside AdamW.
 
-    python -m experiments.headline [--micro-batches N] [--contender NAME] [--json]
+    python -m experiments.headline [--model 6.6B|1.2B] [--rounds N] [--micro-batches N] [--contender NAME] [--json]
 
-All parameters are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has 8,192 tokens.
-Each contender runs in a process of its own. "No optimizer" is the ceiling. Beside DOSAdam's figures is what the planner
-(`python -m perfmodel`) says of them. Without a GPU the accelerator is emulated and the model tiny: that shows that
-everything runs, and no figure means anything.
+6.6 billion parameters on one GPU of 80 GB, where AdamW with float32 masters does not fit; or 1.2 billion, of which
+DOSAdam has memory for a half or a tenth of the state, beside AdamW and all peers that are installed, each with its best
+settings. All parameters are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has
+8,192 tokens. "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
+Without a GPU the accelerator is emulated and the models tiny: that shows that everything runs, and no figure means
+anything.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from dos import DOSAdam
 from experiments.check import environment
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, run_isolated
 from experiments.check.contenders import (
+    MASTERS,
     NOTHING,
     PEERS,
     PLAIN,
@@ -37,6 +40,7 @@ from experiments.check.contenders import (
     Kind,
     Own,
     Trains,
+    deepspeed,
     reference,
 )
 from experiments.check.contest import Clock, iterate
@@ -45,16 +49,19 @@ from experiments.check.models import SETTINGS, Batch, Job, emulated_device, prep
 from experiments.command import Parser, table_of
 from experiments.gpt import GPTConfig
 from experiments.harness import finish, measuring
+from perfmodel.format import CODED, SPLIT
 from perfmodel.planner.machine import find_machine
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
 
+LARGE, MEDIUM = "6.6B", "1.2B"
 JOBS = {
-    Size.TINY: Job(GPTConfig(2, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2),
-    Size.FULL: Job(GPTConfig(32, 4096, 32, context=2048, vocabulary=32000, checkpointing=True), batch=4),
+    LARGE: Job(GPTConfig(32, 4096, 32, context=2048, vocabulary=32000, checkpointing=True), batch=4),
+    MEDIUM: Job(GPTConfig(36, 1600, 25, context=2048, vocabulary=50304, checkpointing=True), batch=4),
 }
+TINY = Job(GPTConfig(2, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2)
 TIMED = {Size.TINY: 2, Size.FULL: 6}
 LEARNING = {Size.TINY: 2, Size.FULL: 14}
 """Iterations of DOSAdam before those that count; of others SETTLING."""
@@ -67,26 +74,66 @@ COLUMNS = ("contender", "tokens_per_s", "spread", "predicted_tokens_per_s", "gpu
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train. options: of DOSAdam. attach: options of `DOSAdam.attach`. kind: another optimizer's."""
+    """One way to train.
+
+    options: of DOSAdam. attach: options of `DOSAdam.attach`; None: it is not called. share: of the state, for which
+    DOSAdam has memory; None: whatever is free. kind: another optimizer's.
+    """
 
     name: str
-    options: Mapping[str, Any] | None = None
-    attach: Mapping[str, Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    attach: Mapping[str, Any] | None = field(default_factory=dict)
+    share: float | None = None
     kind: Kind | None = None
 
 
-OURS = (
-    Way("DOSAdam", {}, {}),
-    Way("DOSAdam, clipping", {"max_grad_norm": 1.0}, {}),
-    Way("DOSAdam, updates in backward", {}, {"updates": "backward"}),
-)
+def others(*kinds: Kind) -> list[Way]:
+    """Ways with other optimizers."""
+    return [Way(kind.name, kind=kind) for kind in kinds]
 
 
-def ways() -> list[Way]:
-    """All of them, the ceiling first."""
-    references = [Way(name, kind=reference(name, None)) for name in (NOTHING, PLAIN)]
-    peers = [Way(kind.name, kind=kind) for kind in (*PEERS, FSDP2)]
-    return [references[0], *OURS, references[1], *peers]
+IN_BACKWARD = {"updates": "backward"}
+CPU, INT8, CLIPS = {"policy": "cpu"}, {"state_format": "int8"}, {"max_grad_norm": 1.0}
+
+
+def ways(model: str) -> list[Way]:
+    """Those of a model, the ceiling first."""
+    ceiling, plain = (reference(name, None) for name in (NOTHING, PLAIN))
+    if model == LARGE:
+        ours = [
+            Way("DOSAdam"),
+            Way("DOSAdam, clipping", CLIPS),
+            Way("DOSAdam, updates in backward", attach=IN_BACKWARD),
+        ]
+        return [*others(ceiling), *ours, *others(plain, *PEERS, FSDP2, *BEST)]
+    ours = [
+        Way("DOSAdam, memory for half", share=0.5),
+        Way("DOSAdam, memory for half, clipping", CLIPS, share=0.5),
+        Way("DOSAdam, memory for half, not attached", attach=None, share=0.5),
+        Way("DOSAdam, memory for half, updates in backward", attach=IN_BACKWARD, share=0.5),
+        Way("DOSAdam, memory for a tenth", share=0.1),
+        Way("DOSAdam, CPU only", CPU),
+        Way("DOSAdam, CPU only, updates in backward", CPU, IN_BACKWARD),
+        Way("DOSAdam int8, memory for a tenth", INT8, share=0.1),
+        Way("DOSAdam int8, CPU only", INT8 | CPU),
+    ]
+    return [*others(ceiling, reference(MASTERS, None), plain), *ours, *others(*PEERS, FSDP2, *BEST)]
+
+
+def torchao_offloading(model: Any, job: Job) -> Any:
+    """torchao's optimizer, which takes gradients away in backward, too: one micro-batch a step."""
+    optimizer = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+    return optimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **SETTINGS)
+
+
+def torchao_8bit(model: Any, job: Job) -> Any:
+    """AdamW with moments in 8 bits, all on the GPU."""
+    return importlib.import_module("torchao.optim").AdamW8bit(model.parameters(), **SETTINGS)
+
+
+def bitsandbytes_8bit(model: Any, job: Job) -> Any:
+    """The same of bitsandbytes."""
+    return importlib.import_module("bitsandbytes.optim").AdamW8bit(model.parameters(), **SETTINGS)
 
 
 def fsdp2(model: Any, job: Job) -> Any:
@@ -103,6 +150,41 @@ def fsdp2(model: Any, job: Job) -> Any:
 
 
 FSDP2 = Kind("FSDP2 CPUOffloadPolicy, fused AdamW", "torch", "float32 parameters on the host", fsdp2)
+OVERLAPPING = {"overlap_comm": True, "contiguous_gradients": True}
+OFFLOADED = {"device": "cpu", "pin_memory": True}
+BEST = (
+    Kind("torchao, offload_gradients", "torchao", "bfloat16 state", torchao_offloading),
+    Kind("torchao AdamW8bit", "torchao", "8-bit moments, no masters", torchao_8bit),
+    Kind("bitsandbytes AdamW8bit", "bitsandbytes", "8-bit moments, no masters", bitsandbytes_8bit),
+    Kind(
+        "DeepSpeed ZeRO-Offload, overlap_comm",
+        "deepspeed",
+        "float32 masters and moments",
+        functools.partial(deepspeed, zero={"stage": 2, "offload_optimizer": OFFLOADED, **OVERLAPPING}),
+    ),
+    Kind(
+        "DeepSpeed Twin-Flow, ratio 0.5",
+        "deepspeed",
+        "float32 masters and moments",
+        functools.partial(
+            deepspeed, zero={"stage": 3, "offload_optimizer": {**OFFLOADED, "ratio": 0.5}, **OVERLAPPING}
+        ),
+    ),
+    Kind(
+        "DeepSpeed SuperOffload",
+        "deepspeed",
+        "float32 masters and moments",
+        functools.partial(
+            deepspeed,
+            zero={
+                "stage": 3,
+                "offload_optimizer": {**OFFLOADED, "super_offload": True, "cpuadam_cores_perc": 0.9},
+                **OVERLAPPING,
+            },
+        ),
+    ),
+)
+"""Peers with other settings, which are better for some models."""
 
 
 class Accumulating(Contender):
@@ -118,12 +200,12 @@ class Accumulating(Contender):
             self._inner.compute(batch)
 
 
-def train(name: str, micro_batches: int, bench: Bench) -> None:
+def train(model: str, name: str, micro_batches: int, bench: Bench) -> None:
     """Train one way, and note its figures."""
-    way = {each.name: each for each in ways()}[name]
+    way = {each.name: each for each in ways(model)}[name]
     if micro_batches > 1 and way.kind is not None and way.kind.package == "deepspeed":
         raise Skipped("its engine counts micro-batches itself, by another configuration")
-    job, device = JOBS[bench.size], prepare(bench)
+    job, device = JOBS[model] if bench.cuda else TINY, prepare(bench)
     size = -(-job.numel // 8)
     emulated = None if bench.cuda else emulated_device(job, size)
     contender = made(way, job, device, emulated, None if bench.cuda else size)
@@ -147,7 +229,7 @@ def train(name: str, micro_batches: int, bench: Bench) -> None:
         spread=f"{tokens / max(seconds):,.0f} to {tokens / min(seconds):,.0f}",
         gpu_bytes=torch.cuda.max_memory_reserved() if bench.cuda else None,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        predicted_tokens_per_s=predicted(job, micro_batches) if bench.cuda and way.name == OURS[0].name else None,
+        predicted_tokens_per_s=predicted(job, micro_batches) if bench.cuda and way == Way("DOSAdam") else None,
         metrics=contender.metrics() if way.kind is None else {},
     )
 
@@ -158,9 +240,14 @@ def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | No
         if importlib.util.find_spec(way.kind.package) is None:
             raise Skipped(f"{way.kind.package} is not installed")
         return Own(way.kind, job, device)
-    model = job.model(device)
-    optimizer = DOSAdam(model.parameters(), device=emulated, subgroup_size=size, **SETTINGS, **(way.options or {}))
-    optimizer.attach(model, **(way.attach or {}))
+    model, options = job.model(device), {**way.options, **SETTINGS}
+    if way.share is not None:
+        state = CODED if "state_format" in way.options else SPLIT
+        room = int(way.share * state.state_bytes * job.numel)
+        options["memory_budget"] = lambda: room
+    optimizer = DOSAdam(model.parameters(), device=emulated, subgroup_size=size, **options)
+    if way.attach is not None:
+        optimizer.attach(model, **way.attach)
     return Trains(way.name, model, optimizer)
 
 
@@ -190,28 +277,48 @@ def predicted(job: Job, micro_batches: int) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the contenders one after the other, and print; the last line is one JSON object with --json."""
-    known = [way.name for way in ways()]
+    known = {model: [way.name for way in ways(model)] for model in JOBS}
     parser = Parser("headline", __doc__)
     parser.add_json()
+    parser.add_argument("--model", choices=JOBS, default=LARGE, help="parameters (%(default)s)")
+    parser.add_count("rounds", 1, "of all contenders in turn; medians of them are shown")
     parser.add_count("micro-batches", 1, "of a step")
     parser.add_out(None, "folder for the results (experiments/results/GPU-DATE-headline)")
-    parser.add_argument("--contender", action="append", choices=known, help="one of them (all); may be given again")
+    parser.add_argument("--contender", action="append", metavar="NAME", help="one of them (all); may be given again")
     arguments = parser.parse_args(argv)
-    names = arguments.contender or known
+    names = arguments.contender or known[arguments.model]
+    for name in names:
+        if name not in known[arguments.model]:
+            parser.error(f"argument --contender: found {name!r}; there are {'; '.join(known[arguments.model])}")
     gpu, _ = find_gpu()
     date = datetime.date.today().isoformat()
     out: Path = arguments.out or RESULTS / f"{slug(gpu or 'emulated')}-{date}-headline"
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(Size.TINY if gpu is None else Size.FULL, cuda=gpu is not None, out=out)
-    rows = []
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with measuring(arguments.json, emulated=gpu is None) as (console, progress):
-        for name in names:
-            progress(name)
-            work = functools.partial(train, name, arguments.micro_batches)
-            rows.append(row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS)))
+        for number, name in itertools.product(range(arguments.rounds), names):
+            progress(f"{name}, round {number + 1}")
+            work = functools.partial(train, arguments.model, name, arguments.micro_batches)
+            turns[name].append(row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS)))
+    rows = [median_of(turn) for turn in turns.values()]
     console.print(table_of(f"{gpu or 'Emulated'}: tokens per second", rows, *COLUMNS))
-    head = {"gpu": gpu, "date": date, **environment.commit(), "micro_batches": arguments.micro_batches}
+    head = {
+        "gpu": gpu,
+        "date": date,
+        **environment.commit(),
+        "model": arguments.model,
+        "micro_batches": arguments.micro_batches,
+    }
     return finish({**head, "rows": rows}, console, arguments.json)
+
+
+def median_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The round of median speed, with all rounds' speeds; the last one of a contender without any."""
+    ran = sorted((turn for turn in turns if "tokens_per_s" in turn), key=lambda turn: turn["tokens_per_s"])
+    if not ran:
+        return turns[-1]
+    return {**ran[len(ran) // 2], "rounds": [turn["tokens_per_s"] for turn in turns if "tokens_per_s" in turn]}
 
 
 def row_of(name: str, record: Record) -> dict[str, Any]:

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.check.base import Size
-from experiments.check.headline import JOBS, OURS, main, predicted
+from experiments.check.headline import JOBS, LARGE, main, median_of, predicted
 
 
 def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["no optimizer", OURS[1].name, "torchao CPUOffloadOptimizer"]
-    quiet = ["--out", str(tmp_path), "--json", "--micro-batches", "2"]
+    names = ["no optimizer", "DOSAdam, memory for half, updates in backward", "torchao CPUOffloadOptimizer"]
+    quiet = ["--out", str(tmp_path), "--json", "--model", "1.2B"]
     assert main([*quiet, *(word for name in names for word in ("--contender", name))]) == 0
     ceiling, ours, peer = json.loads(capsys.readouterr().out)["rows"]
     assert [row["contender"] for row in (ceiling, ours, peer)] == names
     for row in (ceiling, ours):
         assert row["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / row["iteration_s"])
-        assert row["tokens_per_step"] == 2 * 2 * 16
+        assert row["tokens_per_step"] == 2 * 16
     assert sum(ours["metrics"][f"share_{place}"] for place in ("cpu", "gpu_streamed", "gpu_resident")) == pytest.approx(
         1
     )
@@ -31,7 +30,13 @@ def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.Capt
 def test_the_planner_s_word(gpu: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More micro-batches are faster; of a GPU that the planner does not know nothing is said."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: gpu)
-    once, often = predicted(JOBS[Size.FULL], 1), predicted(JOBS[Size.FULL], 4)
+    once, often = predicted(JOBS[LARGE], 1), predicted(JOBS[LARGE], 4)
     assert (once is not None) == (often is not None) == known
     if once is not None and often is not None:
         assert 6000 < once < often < 13000
+
+
+def test_the_median_of_rounds_is_shown_with_all() -> None:
+    turns = [{"tokens_per_s": rate, "note": ""} for rate in (3.0, 1.0, 2.0)] + [{"note": "does not fit"}]
+    assert median_of(turns) == {"tokens_per_s": 2.0, "note": "", "rounds": [3.0, 1.0, 2.0]}
+    assert median_of(turns[3:]) == {"note": "does not fit"}
