@@ -16,6 +16,7 @@
 #include "adam.h"
 #include "disk.h"
 #include "order.h"
+#include "team.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -82,7 +83,13 @@ NB_MODULE(_adam, module) {
 
   nb::class_<dos::Order>(module, "Order")
       .def(nb::init<>())
-      .def("serve", &dos::Order::serve, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "serve",
+          [](dos::Order& order) {
+            const nb::gil_scoped_release release;
+            dos::keep_team_awake();
+            order.serve();
+          })
       // These release the lock of Python only where they wait: to get it back may take the thread milliseconds.
       .def(
           "enter",

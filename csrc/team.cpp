@@ -26,13 +26,13 @@ void rest() {
 #endif
 }
 
-// Between the loops of consecutive updates threads stay awake, because to wake up takes them a tenth of a millisecond.
-constexpr std::chrono::microseconds kPatience{1000};
+constexpr std::chrono::microseconds kPatience{200};
+constexpr std::chrono::microseconds kBetweenLoops{1000};
 
-// Waits until `ended`, awake, and no longer than that.
+// Waits until `ended`, awake, and no longer than `most`.
 template <class F>
-void stay_awake(const F& ended) {
-  const auto asleep = std::chrono::steady_clock::now() + kPatience;
+void stay_awake(std::chrono::microseconds most, const F& ended) {
+  const auto asleep = std::chrono::steady_clock::now() + most;
   while (!ended() && std::chrono::steady_clock::now() < asleep) {
     for (int i = 0; i < 64 && !ended(); ++i) rest();
   }
@@ -49,6 +49,8 @@ class Team {
     for (std::thread& thread : threads_) thread.join();
   }
 
+  void keep_awake() { awake_ = true; }
+
   void run(int count, Share share, const void* work) {
     count = grow(count);
     {
@@ -58,7 +60,7 @@ class Team {
     started_.notify_all();
     share(work, 0, count);
     // The other threads began when they woke up, so they end a little later, but sooner than this thread would wake up.
-    stay_awake([&] { return running_.load(std::memory_order_acquire) == 0; });
+    stay_awake(kPatience, [&] { return running_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
     ended_.wait(lock, [&] { return running_ == 0; });
   }
@@ -84,9 +86,11 @@ class Team {
   void work(int index, uint64_t seen) {
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
-      lock.unlock();
-      stay_awake([&] { return loop_.load(std::memory_order_acquire) != seen; });
-      lock.lock();
+      if (awake_) {
+        lock.unlock();
+        stay_awake(kBetweenLoops, [&] { return loop_.load(std::memory_order_acquire) != seen; });
+        lock.lock();
+      }
       started_.wait(lock, [&] { return stopping_ || loop_ != seen; });
       if (stopping_) return;
       seen = loop_;
@@ -109,6 +113,7 @@ class Team {
   std::atomic<int> running_{0};
   std::atomic<uint64_t> loop_{0};
   bool stopping_ = false;
+  std::atomic<bool> awake_{false};
   std::vector<std::thread> threads_;
 };
 
@@ -137,9 +142,17 @@ class Owner {
 
 bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
-void run_on_team(int count, Share share, const void* work) {
+namespace {
+
+Team& team_of_thread() {
   thread_local Owner owner;
-  owner.team().run(count, share, work);
+  return owner.team();
 }
+
+}  // namespace
+
+void run_on_team(int count, Share share, const void* work) { team_of_thread().run(count, share, work); }
+
+void keep_team_awake() { team_of_thread().keep_awake(); }
 
 }  // namespace dos

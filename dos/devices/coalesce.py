@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import Copy
-from dos.devices.pinned import pinned_parts
-from dos.torch_internals.operators import copy_all
+from dos.devices.pinned import pinned_parts, without_borders
+from dos.torch_internals.operators import copy_all, queue_copies
 
 SMALL_BYTES = 1 << 17
 """Pieces below this size share a copy: a link moves about as much while the host issues one copy."""
@@ -30,17 +30,25 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
     return [(_whole(run, 0), _whole(run, 1)) if len(run) > 1 else run[0] for run in runs]
 
 
-def copy_runs(
-    runs: Iterable[Sequence[Copy]], *, to_host: bool, before: Callable[[int], object] = lambda nbytes: None
-) -> None:
+Turn = Callable[[int], Callable[[], object] | None]
+"""Called before each piece of PIECE_BYTES at most, with its bytes; returns what must be queued before it, or None."""
+
+
+def copy_runs(runs: Sequence[Sequence[Copy]], *, to_host: bool, before: Turn = lambda nbytes: None) -> None:
     """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small.
 
-    runs: as `runs` finds them. before: is called before each piece of PIECE_BYTES at most, with its bytes.
+    runs: as `runs` finds them, in the order of addresses on the host. before: see `Turn`.
     """
+    if not runs:
+        return
+    host = 0 if to_host else 1
+    whole = without_borders(runs[0][0][host], runs[-1][-1][host])
+    across = _Across(host, before, whole=whole)
     for run in runs:
-        if len(run) == 1 or not _copy_together(run, to_host=to_host, before=before):
+        if len(run) == 1 or not _copy_together(run, host, across):
             for each in run:
-                _copy_across(each, to_host=to_host, before=before)
+                across.add(each)
+    across.flush()
 
 
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
@@ -51,8 +59,9 @@ def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
 
     def follows(copy: Copy, run: Sequence[Copy]) -> bool:
         side, first, last = copy[host], run[0][host], run[-1][host]
-        nbytes = side.data_ptr() + side.nbytes - first.data_ptr()
-        return max(side.nbytes, last.nbytes) < SMALL_BYTES and nbytes <= RUN_BYTES and _follows(side, last)
+        if side.nbytes >= SMALL_BYTES or last.nbytes >= SMALL_BYTES:  # most of large models
+            return False
+        return side.data_ptr() + side.nbytes - first.data_ptr() <= RUN_BYTES and _follows(side, last)
 
     return _grouped(copies, host, follows)
 
@@ -74,9 +83,9 @@ def _whole(run: Sequence[Copy], side: int) -> Tensor:
     return run[0][side].as_strided((sum(copy[side].numel() for copy in run),), (1,))
 
 
-def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int], object]) -> bool:
+def _copy_together(run: Sequence[Copy], host: int, across: _Across) -> bool:
     """Queue the run as one transfer; return False if the device has no memory to stage it."""
-    host, device = (0, 1) if to_host else (1, 0)
+    device = 1 - host
     whole = _whole(run, host)
     try:
         staged = torch.empty_like(whole, device=run[0][device].device)
@@ -85,28 +94,53 @@ def _copy_together(run: Sequence[Copy], *, to_host: bool, before: Callable[[int]
     # Released here while queued work still uses it: safe, because it was allocated on the current stream, and the
     # allocator gives it only to later work of that stream.
     parts = list(staged.split([copy[host].numel() for copy in run]))
-    if to_host:
+    if host == 0:
         copy_all(parts, [copy[device] for copy in run])
-        _copy_across((whole, staged), to_host=True, before=before)
+        across.add((whole, staged))
     else:
-        _copy_across((staged, whole), to_host=False, before=before)
+        across.add((staged, whole))
+        across.flush()
         copy_all([copy[device] for copy in run], parts)
     return True
 
 
-def _copy_across(copy: Copy, *, to_host: bool, before: Callable[[int], object]) -> None:
-    """Queue one copy in pieces, cut also at the borders of pinned regions."""
-    destination, source = copy
-    parts = pinned_parts(destination if to_host else source)
-    if len(parts) == 1 and source.nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
-        before(source.nbytes)
-        destination.copy_(source, non_blocking=True)
-        return
-    most = PIECE_BYTES // source.itemsize
-    for part in parts:
-        for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
-            before(piece.nbytes)
-            to.copy_(piece, non_blocking=True)
+class _Across:
+    """Copies between host and device, queued by one call for as many as possible.
+
+    host: which of destination (0) and source (1) is on the host. whole: whether no host side has a border of pinned
+        regions within it.
+    """
+
+    def __init__(self, host: int, before: Turn, *, whole: bool) -> None:
+        self._host, self._before, self._is_whole = host, before, whole
+        self._destinations = list[Tensor]()
+        self._sources = list[Tensor]()
+
+    def add(self, copy: Copy) -> None:
+        """Add one copy in pieces, cut also at the borders of pinned regions."""
+        destination, source = copy
+        parts = () if self._is_whole else pinned_parts(copy[self._host])
+        if len(parts) <= 1 and source.nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
+            self._add(destination, source)
+            return
+        most = PIECE_BYTES // source.itemsize
+        for part in parts or (slice(None),):
+            for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
+                self._add(to, piece)
+
+    def _add(self, destination: Tensor, source: Tensor) -> None:
+        give_way = self._before(source.nbytes)
+        if give_way is not None:
+            self.flush()
+            give_way()
+        self._destinations.append(destination)
+        self._sources.append(source)
+
+    def flush(self) -> None:
+        """Queue what was added."""
+        if self._destinations:
+            queue_copies(self._destinations, self._sources)
+            self._destinations, self._sources = [], []
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:

@@ -407,7 +407,7 @@ def _leftovers_of(device: torch.device) -> _Leftovers:
 
 
 class _Turns:
-    """Lets other streams copy between the pieces of one stream: called before each piece, it queues an empty kernel.
+    """Lets other streams copy between the pieces of one stream, by an empty kernel before a piece; see `coalesce.Turn`.
 
     A copy engine continues with the stream that it serves as long as that has a copy ready, whatever the priorities:
     all queued pieces would run as one block, and copies for which compute waits would run behind them. A kernel makes
@@ -419,11 +419,12 @@ class _Turns:
         self._moved = 0
         """Bytes since the last kernel, in this job or jobs before it: the engine does not see borders of jobs."""
 
-    def __call__(self, nbytes: int) -> None:
+    def __call__(self, nbytes: int) -> Callable[[], None] | None:
         self._moved += nbytes
-        if self._moved > PIECE_BYTES:
-            self._moved = nbytes
-            queue_empty_kernel()
+        if self._moved <= PIECE_BYTES:
+            return None
+        self._moved = nbytes
+        return queue_empty_kernel
 
 
 def _nothing(nbytes: int) -> None:

@@ -301,6 +301,16 @@ def pinned_parts(tensor: Tensor) -> list[slice]:
     return [slice(*cut) for cut in itertools.pairwise(cuts)]
 
 
+def without_borders(first: Tensor, last: Tensor) -> bool:
+    """Return whether all memory from one host tensor to another one after it has no border of pinned regions."""
+    mapped = _mapping_of(first)
+    if mapped is None:
+        return False
+    start, end = first.data_ptr(), last.data_ptr() + last.nbytes
+    borders = mapped.borders
+    return end <= mapped.end and bisect.bisect_right(borders, start) == bisect.bisect_left(borders, end)
+
+
 def _make_pages(address: int, nbytes: int) -> None:
     """Allocate pages on several threads, because registering does so on one. Their contents stay as they are.
 

@@ -23,7 +23,10 @@ def load_extension() -> ModuleType:
     Raises ImportError with the cause and the remedy.
     """
     try:
-        return importlib.import_module(_NAME)
+        found = importlib.import_module(_NAME)
+        if not hasattr(found, "Order"):  # an editable installation of sources that have changed since
+            raise ImportError("it is of an older version")
+        return found
     except ModuleNotFoundError:
         installed = _installed()
     except ImportError as error:

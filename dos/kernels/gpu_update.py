@@ -38,6 +38,9 @@ from perfmodel.format import BLOCK
 
 logger = logging.getLogger(__name__)
 
+MOST_TABLES = 4
+"""Of one launch, that stay on the device: the last ones used."""
+
 
 def gpu_kernel_name() -> str:
     """Return ``"triton"``, or ``"torch"`` where Triton is missing or has failed. Both compute the same bits."""
@@ -97,29 +100,33 @@ class GpuBatch:
 
 
 class SentTable:
-    """A table on the device, sent again only if it differs: most often gradients have the same addresses each step."""
+    """Tables of one launch on the device, sent only if they are not there.
+
+    Most often gradients have the same addresses each step, and state is in one of two slots. A table that is sent waits
+    on the link behind a piece of state, which takes longer than the update.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows = np.empty(0)
         self._stream = -1
-        self._there = torch.empty(0)
+        self._there: dict[bytes, Tensor] = {}
 
     def send(self, rows: np.ndarray) -> Tensor:
         """Return these rows on the device, sent on the current stream. Does not wait."""
         cuda = self._device.type == "cuda"
         stream = torch.cuda.current_stream().cuda_stream if cuda else 0
-        if stream != self._stream or not np.array_equal(rows, self._rows):
+        if stream != self._stream:
+            # What was sent on another stream may not be there yet when a launch on this one reads it.
+            self._there, self._stream = {}, stream
+        key = rows.tobytes()
+        found = self._there.pop(key, None)
+        if found is None:
             here = torch.from_numpy(rows)
-            if not cuda:
-                self._there = here
-            elif stream == self._stream and here.shape == self._there.shape:
-                self._there.copy_(here.pin_memory(), non_blocking=True)  # behind the launch that reads the old table
-            else:
-                # In other memory: a launch on another stream may still read the old table.
-                self._there = here.pin_memory().to(self._device, non_blocking=True)
-            self._rows, self._stream = rows, stream
-        return self._there
+            found = here.pin_memory().to(self._device, non_blocking=True) if cuda else here
+            if len(self._there) == MOST_TABLES:  # the allocator reuses its memory behind the launch that reads it
+                del self._there[next(iter(self._there))]
+        self._there[key] = found
+        return found
 
 
 def _alike(table: np.ndarray) -> Iterator[np.ndarray]:

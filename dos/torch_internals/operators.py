@@ -17,6 +17,14 @@ copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 """Copies the tensors of the second list to those of the first; on a GPU by a few kernels for all."""
 
 
+def queue_copies(destinations: list[Tensor], sources: list[Tensor]) -> None:
+    """Queue copies between host and device, as `copy_(source, non_blocking=True)` does for each, by one call for all.
+
+    For tensors of several devices `_foreach_copy_` calls `copy_` for each, without Python.
+    """
+    torch._foreach_copy_(destinations, sources, non_blocking=True)
+
+
 def tensor_at(address: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a 1-D tensor at an address, whose memory the caller must keep."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, numel * dtype.itemsize)

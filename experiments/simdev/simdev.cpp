@@ -853,6 +853,17 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   for (auto& each : results) stack->push_back(std::move(each));
 }
 
+// Copies between host and device, one by one as torch does on a GPU; else one kernel for all.
+void foreach_copy(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  auto to = torch::jit::peek(*stack, 0, 3).toTensorVector(), from = torch::jit::peek(*stack, 1, 3).toTensorVector();
+  bool across = false;
+  for (size_t i = 0; i < to.size(); ++i) across = across || !on_device(to[i]) || !on_device(from[i]);
+  if (!across) return fallback(op, keys, stack);
+  bool non_blocking = torch::jit::peek(*stack, 2, 3).toBool();
+  torch::jit::drop(*stack, 3);
+  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+}
+
 // ---- hooks
 struct Hooks final : at::PrivateUse1HooksInterface {
   void init() const override {}
@@ -923,6 +934,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", &local_scalar_dense);
   m.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
   m.impl("record_stream", &record_stream);
+  m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
 }
 
 extern "C" {

@@ -448,6 +448,11 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         runtime.check_copy(tensor)
         return tensor.clone()
 
+    def checked_copies(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        for pair in zip(destinations, sources, strict=True):
+            checked_copy(*pair, non_blocking=True)
+
+    monkeypatch.setattr("dos.devices.coalesce.queue_copies", checked_copies)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: runtime.keep(stream))
     monkeypatch.setattr(Tensor, "copy_", checked_copy)
     monkeypatch.setattr(Tensor, "to", checked_to)

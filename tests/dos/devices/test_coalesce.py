@@ -74,6 +74,16 @@ def test_copies_touch_nothing_between_pieces(to_host: bool, full: bool, monkeypa
     assert torch.equal(host[-15:-11], before[-15:-11]), "what is between pieces was overwritten"
 
 
+def test_the_copies_of_a_job_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, plain = list[int](), coalesce.queue_copies
+    monkeypatch.setattr(coalesce, "queue_copies", lambda to, source: calls.append(len(to)) or plain(to, source))
+    host = torch.zeros(20 * LARGE)
+    copies = [(part, torch.full((LARGE,), float(n))) for n, part in enumerate(host.split(LARGE))]
+    copy_runs(runs(copies, host=0), to_host=True)
+    assert calls == [20]
+    assert host.view(20, LARGE)[:, 0].tolist() == [*range(20)]
+
+
 def test_gradients_become_wider_on_the_way() -> None:
     host = torch.zeros(30)
     copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in (0, 10, 20)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import mmap
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from dos.devices import cuda
 from dos.devices.cuda import CudaDevice
+from dos.devices.pinned import lazy_zeros
 from dos.devices.ranges import named
 from dos.kernels.update import AdamBatch
 from dos.machine.threads import Cores, kernel_threads
@@ -130,6 +132,22 @@ def test_between_pieces_of_state_others_may_copy(op: Op, runtime: Runtime, monke
     assert copied(250) == ["copy", "kernel", "copy", "kernel", "copy"]
     assert copied(50) == ["copy"], "what is small is not worth a kernel"
     assert copied(100) == ["kernel", "copy"], "the border of two jobs is none for the engine"
+
+
+@pytest.mark.parametrize("op", [Op.PARAMETER, Op.GRADIENT])
+def test_no_copy_crosses_the_border_of_two_pinned_regions(op: Op, runtime: Runtime) -> None:
+    device, page = FakeCudaDevice(runtime), mmap.PAGESIZE
+    host = lazy_zeros(3 * page, torch.uint8)
+    for start in (0, page):
+        device.pin(host[start : start + page])
+    cuts = [page // 2, page, page, page // 2]
+    ours, theirs = host.split(cuts), torch.arange(3 * page, dtype=torch.uint8).split(cuts)
+    if op is Op.GRADIENT:
+        device.copy(op, 0, list(zip(ours, theirs, strict=True))).wait()
+        assert torch.equal(host, torch.cat(theirs))
+    else:
+        device.copy(op, 0, list(zip(theirs, ours, strict=True))).wait()
+        assert not torch.cat(theirs).any()
 
 
 @pytest.mark.parametrize("op", [Op.SAVE, Op.RESTORE])

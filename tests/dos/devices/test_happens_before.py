@@ -207,7 +207,7 @@ FAULTS = [
     Fault(Ledger, "cancel", "wait_for_all([self._state[subgroup]])", "pass", changing),
     Fault(Ledger, "bring_home", "job.wait()", "pass", adaptive, True),
     Fault(Ledger, "_run_host_lane", "job.wait()", "pass", streamed),
-    Fault(Step, "issue", "jobs[under_way] = self._device.fence()", "jobs[under_way] = ()", streamed),
+    Fault(Step, "issue", "jobs[under_way] = (*self.backward, *behind)", "jobs[under_way] = ()", streamed),
     Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),
     Fault(HostLane, "_prepare", "job.wait()", "pass", on_host, True),
     Fault(builder.ScheduleBuilder, "_staged", "after = (*vacated,", "after = (*(),", streamed),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dos.kernels.gpu_update import GpuBatch, SentTable
+from dos.kernels.gpu_update import MOST_TABLES, GpuBatch, SentTable
 from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
 from tests.support.arrays import (
     FLOATS,
@@ -124,6 +124,18 @@ def test_a_table_is_sent_where_it_changed() -> None:
     assert sent.send(rows.copy()) is first
     assert sent.send(rows + 1).tolist() == (rows + 1).tolist()
     assert first.tolist() == rows.tolist(), "what may still be read was written"
+
+
+def test_a_table_is_not_sent_again_while_state_alternates_between_slots() -> None:
+    sent, rows = SentTable(torch.device("cpu")), np.arange(22).reshape(2, 11)
+    first, *others = [sent.send(rows + slot) for slot in range(MOST_TABLES)]
+    for _ in range(3):
+        assert sent.send(rows) is first
+        again = [sent.send(rows + slot) for slot in range(1, MOST_TABLES)]
+        assert list(map(id, again)) == list(map(id, others))
+    sent.send(rows - 1)
+    assert sent.send(rows + 1) is others[0]
+    assert sent.send(rows) is not first, "the one that was used longest ago gives way"
 
 
 def test_a_table_is_sent_again_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ def test_another_version_is_not_used(checkout: Path, site: Path) -> None:
     assert said in error_of(checkout, site)
 
 
+def test_an_editable_installation_of_older_sources_is_to_be_built_anew(checkout: Path) -> None:
+    (checkout / "dos/_adam.py").write_text("adam_update = None\n")
+    assert "cannot be loaded (it is of an older version). Build it anew with: pip install" in error_of(checkout)
+
+
 @pytest.mark.skipif(any((p / "dos/kernels/update.py").exists() for p in map(Path, PACKAGES)), reason="dos is installed")
 def test_without_any_compiled_part_the_message_says_so(checkout: Path) -> None:
     said = error_of(checkout, code="import dos")

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
 from types import SimpleNamespace
@@ -18,6 +18,8 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices.base import HostJob
+from dos.kernels.adam import AdamArrays, AdamStep
+from dos.kernels.update import AdamBatch, prepare
 from dos.state.device_store import DeviceStore
 from dos.step import host_lane
 from dos.step.futures import reject, resolve
@@ -137,6 +139,24 @@ def test_a_failed_upload_fails_what_has_not_begun(queues: bool) -> None:
     assert str(ends[1]) == "the link"
     assert updated in ([0, 1], [0, 1, 2], [0, 1, 2, 3]), "one thread may be about to begin, and one has begun"
     assert {str(each) for each in ends[len(updated) :]} == {"the link"}
+
+
+def test_a_failed_upload_fails_updates_that_were_handed_over() -> None:
+    turns, updated = Turns(), torch.ones(4)
+    batch = AdamBatch([AdamArrays(torch.ones(4), updated, torch.zeros(4), torch.zeros(4))])
+    settings = AdamStep(lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
+    batch.choose([settings])
+    work: Any = SimpleNamespace(finish_on_host=lambda: None)
+    update = HostUpdate(work, prepare([batch], [settings]))
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(turns.serve)
+        given = threads.submit(update.in_order, turns.order, 1)
+        turns.end(ValueError("the link"))
+        turns.order.leave(0)
+        ran = given.result(WAIT_S)
+        turns.order.close()
+    assert ran is None
+    assert updated.tolist() == [1] * 4
 
 
 def test_each_update_is_one_native_call_on_a_device_that_is_queued_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dos.torch_internals.operators import add_to_all, copy_all, queue_empty_kernel, tensor_at
+from dos.torch_internals.operators import add_to_all, copy_all, queue_copies, queue_empty_kernel, tensor_at
 from dos.torch_internals.tensors import version_counter
 
 CHANGED = "torch has changed what dos/torch_internals/operators.py relies on"
@@ -20,6 +20,18 @@ def test_lists_of_tensors_are_written_in_place() -> None:
     copy_all(copies, tensors)
     assert [each.tolist() for each in copies] == [2.0, [2.0, 2.0], []], CHANGED
     assert [version_counter(each) for each in (*tensors, *copies)] == [1] * 6, CHANGED
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+def test_copies_that_are_queued_together_are_those_of_copy(device: str) -> None:
+    """In their order, of several dtypes, with a higher version for each."""
+    sources = [torch.arange(3.0).to(dtype).to(device) for dtype in (torch.bfloat16, torch.float32)]
+    destinations = [torch.zeros(3), torch.zeros(3)]
+    queue_copies(destinations, sources)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    assert [each.tolist() for each in destinations] == [[0.0, 1.0, 2.0]] * 2, CHANGED
+    assert [version_counter(each) for each in destinations] == [1, 1], CHANGED
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
