@@ -37,12 +37,12 @@ from perfmodel import Op, Placement, Plan, Workload
 class Wanted(NamedTuple):
     """The plan by which backward sends gradients.
 
-    subgroups: the subgroups that the host updates. facts: the facts for which the plan was made.
+    subgroups: the subgroups that the host updates. room: bytes of device memory for state until backward ends.
     """
 
     plan: Plan | None
     subgroups: frozenset[Subgroup]
-    facts: Facts | None = None
+    room: float = 0.0
 
 
 _NOT_ASKED = Wanted(None, frozenset())
@@ -167,8 +167,10 @@ class Backward:
             # From here on there may be memory for slots at any gradient, which `send` fills.
             if plan.slots and self.departures.past_half:
                 return False
-            if wanted and any(subgroup in wanted for subgroup, _ in self._registry.places[record]):
-                return False
+            if wanted:
+                for subgroup, _ in self._registry.places[record]:
+                    if subgroup in wanted:
+                        return False
             self.count()
             self.departures.count(record)
             return True
@@ -268,14 +270,11 @@ class Backward:
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
         # Only step() makes the staging of gradients: pinning memory here would stop the backward.
         staged = frozenset(subgroup for subgroup in on_host if stores.host.stages(subgroup))
-        self._wanted = Wanted(plan, staged, facts)
+        self._wanted = Wanted(plan, staged, facts.left(plan, 0))
 
     def _spare(self) -> float:
         """Return the bytes that slots may take before backward has ended."""
-        plan, _, facts = self._wanted
-        assert plan is not None, "slots are the plan's"
-        assert facts is not None, "the plan follows from them"
-        left = facts.left(plan, self._ledger.stores.device.resident_bytes)
+        left = self._wanted.room - self._ledger.stores.device.resident_bytes
         return min(left, self.decisions.memory.spare_in_backward())
 
     def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:

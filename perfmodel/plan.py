@@ -13,6 +13,8 @@ from typing import NamedTuple
 class Tier(enum.Enum):
     """A place where state or weights rest."""
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python for each look-up, in hooks and simulations
+
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
@@ -31,6 +33,8 @@ class Placement(enum.Enum):
     label: its name in reports. stays: once the plan has settled, also where the state comes from. Instead of on the
         host it may rest on disk, and then comes through there; see `Plan.on_disk`.
     """
+
+    __hash__ = object.__hash__  # Enum's own is a call of Python for each look-up, in hooks and simulations
 
     CPU = "cpu", Tier.HOST
     """State on the host, updated by the host."""

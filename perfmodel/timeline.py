@@ -15,6 +15,8 @@ from pathlib import Path
 class Lane(enum.Enum):
     """A resource that serves one span at a time."""
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python for each look-up, in hooks and simulations
+
     CPU = "CPU"
     GPU = "GPU"
     H2D = "H2D"
@@ -25,6 +27,8 @@ class Lane(enum.Enum):
 
 class Op(enum.Enum):
     """Work of a lane in a span."""
+
+    __hash__ = object.__hash__  # Enum's own is a call of Python for each look-up, in hooks and simulations
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -19,6 +20,9 @@ from dos.step.transit import Transit
 from dos.step.work import SubgroupUpdate, Subject
 
 logger = logging.getLogger(__name__)
+
+_ALREADY = contextlib.nullcontext()
+"""In the place of torch.no_grad() where gradients are off, as in backward without create_graph."""
 
 
 @dataclass
@@ -128,7 +132,7 @@ class Departures:
         if record.changed() or record.stand_in or record.written_late:
             return []  # the step first reads the parameter anew
         caller = device.caller()
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _ALREADY:  # it is five calls of Python
             flat = record.flat_gradient(local(gradient))
         complete = []
         for subgroup, piece in places:

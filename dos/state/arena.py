@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,12 +59,12 @@ class State:
         for tensor in self.tensors():
             tensor.zero_()
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in self.tensors())
 
-    @property
+    @cached_property
     def carved_bytes(self) -> int:
         """Bytes of a buffer from which a state like this one can be carved."""
         return sum(aligned(t.nbytes) for t in self.tensors())

@@ -31,6 +31,8 @@ class DeviceStore:
 
     resident: state that stays here, by subgroup. slots: staging buffers of equal size.
     denied: the bytes of state here when an allocation failed unexpectedly in this step; None if none has.
+    nbytes: of residents and slots together. resident_bytes: of the state of residents, as plans count it. Both may be
+        read on any thread.
     """
 
     def __init__(self, device: Device) -> None:
@@ -38,21 +40,12 @@ class DeviceStore:
         self.slots: list[Tensor] = []
         self.denied: int | None = None
         self.device = device
+        self.nbytes = 0
+        self.resident_bytes = 0
         self._passing: dict[Subgroup, State] = {}
         """State that passes through a slot, by subgroup."""
         self._expected = False
         self._logged = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of residents and slots together; may be read from any thread."""
-        # Over copies, because the thread that samples memory reads this while the caller's thread changes them.
-        return sum(b.nbytes for b in (*(room.buffer for room in list(self.resident.values())), *list(self.slots)))
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the state of residents, as plans count it."""
-        return sum(room.nbytes for room in self.resident.values())
 
     def expect_denials(self, expected: bool) -> None:
         """Begin a step. expected: whether failed allocations are expected in it, and so not stored in `denied`."""
@@ -73,12 +66,18 @@ class DeviceStore:
             buffer = self._allocate(subgroup.state.carved_bytes)
             if buffer is None:
                 return wanted[place:]
-            self.resident[subgroup] = Resident(buffer, subgroup.state.carve(buffer), subgroup.load().state_bytes)
+            room = Resident(buffer, subgroup.state.carve(buffer), subgroup.load().state_bytes)
+            self.resident[subgroup] = room
+            self.nbytes += buffer.nbytes
+            self.resident_bytes += room.nbytes
         return []
 
     def drop(self, subgroup: Subgroup) -> None:
         """Drop a resident subgroup's room. Its state must be at home, and no transfer in flight may use the room."""
-        self.device.free(self.resident.pop(subgroup).buffer)
+        room = self.resident.pop(subgroup)
+        self.nbytes -= room.buffer.nbytes
+        self.resident_bytes -= room.nbytes
+        self.device.free(room.buffer)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Return the subgroup's state in its room, or in the slot that it occupies."""
@@ -107,12 +106,15 @@ class DeviceStore:
             if slot is None:
                 break
             self.slots.append(slot)
+            self.nbytes += slot.nbytes
 
     def release_slots(self) -> None:
         """Release the slots. No transfer in flight may use them."""
         self._passing = {}
         while self.slots:
-            self.device.free(self.slots.pop())
+            slot = self.slots.pop()
+            self.nbytes -= slot.nbytes
+            self.device.free(slot)
 
     def _allocate(self, nbytes: int) -> Tensor | None:
         try:

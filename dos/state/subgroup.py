@@ -37,11 +37,11 @@ class Piece:
     stop: int
     parameter_start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
-    @property
+    @cached_property
     def run(self) -> slice:
         """The slice of its elements within the subgroup."""
         return slice(self.start, self.stop)

@@ -80,8 +80,9 @@ class Ledger:
         """The transits of gradients whose memory on the device only the copy keeps."""
         self._freed_bytes = 0
         self._considered: Plan | None = None
-        """The plan for which `_streamed` was computed."""
+        """The plan for which these two were computed."""
         self._streamed: list[int] = []
+        self._slot_bytes = 0
         self._queued: deque[Step] = deque()
         self._lane_done: Future[None] | None = None
         """The host's part of the step; None: it has no such part."""
@@ -296,10 +297,11 @@ class Ledger:
         if self._considered is not plan:  # remembered, because each gradient calls this
             self._considered = plan
             self._streamed = [i for i in plan.served(Placement.GPU_STREAMED) if self.at(subgroups[i]) is Tier.HOST]
+            self._slot_bytes = max((subgroups[i].state.carved_bytes for i in self._streamed), default=0)
         streamed = self._streamed
         if not streamed:
             return
-        nbytes, count = max(subgroups[i].state.carved_bytes for i in streamed), min(plan.slots, len(streamed))
+        nbytes, count = self._slot_bytes, min(plan.slots, len(streamed))
         # More slots would take memory that backward still needs, and user code would run out of memory.
         if nbytes * count > spare():
             return
