@@ -333,9 +333,9 @@ class Step:
             update = prepare_updates(updates)
             if self._unseen is None:
                 return self._device.launch(i, update, task.size, after, reads, name)
-            update, queued = self._unseen.around([each.update for each in updates], update)
-            # The comparison before the update and the sums behind it use memory that this job uses.
-            job = self._device.launch(i, update, task.size, [*after, *self._early], reads, name)
+            update, before, queued = self._unseen.around([each.update for each in updates], update)
+            # The comparison before the update and the sums behind it use memory that these jobs use.
+            job = self._device.launch(i, update, task.size, [*after, *self._early, *before], reads, name)
             queued(job)
             return job
 

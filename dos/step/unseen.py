@@ -136,18 +136,21 @@ class UnseenWrites:
 
     def around(
         self, updates: Iterable[SubgroupUpdate], apply: Callable[[], None]
-    ) -> tuple[Callable[[], None], Callable[[Job], None]]:
+    ) -> tuple[Callable[[], None], Sequence[Job], Callable[[Job], None]]:
         """Return `apply`, which updates on the device, with comparisons before it and sums behind, of whole masters.
 
-        Returns, too, a function to be called with the job.
+        Returns, too, jobs that must end before, and a function to be called with the job.
         """
         masters = [update for update in updates if not update.subgroup.arena.reads_parameters]
         masters = [update for update in masters if not update.subgroup.arena.streams]
         if not masters:
-            return apply, lambda job: None
-        found = ((update, self._sums.get(update.subgroup)) for update in masters)
-        known = [(sums, sums.comparable(update.copied_pieces)) for update, sums in found if sums is not None]
+            return apply, (), lambda job: None
+        found = [(update, sums) for update in masters if (sums := self._sums.get(update.subgroup)) is not None]
+        known = [(sums, sums.comparable(update.copied_pieces)) for update, sums in found]
         known = [(sums, pieces) for sums, pieces in known if pieces]
+        # Gradients sent in vain were compared in the same memory. An empty job ends after all copies of gradients.
+        vain = any(sums.compared for _, sums in found)
+        before = [self._device.copy(Op.GRADIENT, 0, [])] if vain else []
 
         def compared() -> None:
             for sums, pieces in known:
@@ -159,7 +162,7 @@ class UnseenWrites:
         def queued(job: Job) -> None:
             self._on_device |= {sums: _Confirmation(sums, pieces, job, _DEVICE) for sums, pieces in known}
 
-        return compared, queued
+        return compared, before, queued
 
     def found(self, update: SubgroupUpdate) -> list[Piece]:
         """Return the pieces of the update to which user code may have written unseen, once the comparisons have ended.

@@ -28,15 +28,16 @@ from dos.state.disk_store import DiskStore
 from dos.step.host_lane import HostLane
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
+from dos.step.unseen import UnseenWrites
 from dos.weights.block import Block
-from perfmodel import builder
+from perfmodel import Placement, builder
 from tests.support.activations import Net
 from tests.support.blocks import loss, net, start, whole
 from tests.support.blocks import train as train_blocks
 from tests.support.inside import offload_of
 from tests.support.races import AtOnce, checking
-from tests.support.random_plans import ChangingPlans
-from tests.support.training import FAST, backward, mlp, train
+from tests.support.random_plans import ChangingPlans, InTurn
+from tests.support.training import FAST, backward, batch, mlp, train
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -83,6 +84,18 @@ def adaptive(_: Path) -> None:
 
 def changing(_: Path) -> None:
     updates(ChangingPlans(3, 2))
+
+
+def sent_in_vain(_: Path) -> None:
+    """Gradients leave for the host, and the step updates on the device after all, where masters are whole."""
+    model, cpu = mlp(torch.float16, width=256), Placement.CPU
+    plans = InTurn(cpu, cpu, Placement.GPU_RESIDENT, cpu)
+    optimizer = DOSAdam(model.parameters(), device=device(), policy=plans, subgroup_size=1500)
+    for step in range(3):
+        model(batch(step).half()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
 
 
 def added_up(_: Path) -> None:
@@ -191,6 +204,7 @@ PROGRAMS = (
     resident,
     adaptive,
     changing,
+    sent_in_vain,
     added_up,
     on_disk,
     saved_tensors,
@@ -198,7 +212,7 @@ PROGRAMS = (
     weights_streamed,
     weights_alone,
 )
-USUAL = (streamed, added_up, on_disk, saved_tensors, weights_streamed)
+USUAL = (streamed, sent_in_vain, added_up, on_disk, saved_tensors, weights_streamed)
 FAULTS = [
     Fault(Ledger, "send", "self.device.fence(callers), *behind", "(), *behind", on_host, True),
     Fault(Ledger, "_fetch", "self.device.fence())", "())", changing),
@@ -227,6 +241,7 @@ FAULTS = [
     Fault(Block, "join", "self._device.join(self._job)", "pass", weights_on_host),
     Fault(Block, "release", "self.join()", "pass", weights_on_host),
     Fault(Block, "finish_reading", "reading.wait()", "pass", weights_on_host),
+    Fault(UnseenWrites, "around", "if vain else []", "if vain and not found else []", sent_in_vain),
     Fault(Session, "finish_homes_within", "job.wait()", "pass", weights_streamed),
 ]
 

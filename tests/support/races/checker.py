@@ -168,8 +168,10 @@ class Checker:
         self._do(note)
 
     def _add(self, race: Race) -> None:
-        for job in (race.before.job, race.after.job):
-            if job in self._unused:
+        for access in (race.before, race.after):
+            job = access.job
+            # What such a job writes is memory of ours, whoever uses the copy.
+            if job in self._unused and not access.writes:
                 self._unused[job].append(race)
                 return
             if any(race.first < end and first < race.end for first, end in self._again.get(job, ())):
