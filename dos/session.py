@@ -1063,7 +1063,7 @@ class Session:
             )
         self._set_up_device()
         self._bring_home()
-        homes = WeightHomes(device, self.registry, weights)
+        homes = WeightHomes(device, self.registry, weights, self.weights)
         homes.move_in(model, blocks, self.groups, self, self._lock)
         if self._refusal is not None:
             self._refusal.remove()

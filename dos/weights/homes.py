@@ -25,6 +25,7 @@ from dos.weights.stream import WeightStream, stream_of
 from perfmodel.workload import BlockLoad, Workload
 
 Group = dict[str, Any]
+_Frozen = tuple[tuple[int, int], ...]
 
 
 class WeightHomes:
@@ -35,11 +36,13 @@ class WeightHomes:
 
     stream: WeightStream
 
-    def __init__(self, device: Device, registry: Registry, amount: Amount) -> None:
+    def __init__(self, device: Device, registry: Registry, amount: Amount, before: WeightHomes | None = None) -> None:
+        """amount: how many blocks stay. before: the homes of an earlier `attach`, whose memory is used again."""
         self._device = device
         self._registry = registry
         self.amount = amount
-        self._frozen: dict[Block, HostTensor] = {}
+        self._frozen: dict[_Frozen, HostTensor] = {} if before is None else before._frozen
+        """The memory of frozen parameters of one block, by ids and sizes, in order."""
 
     def move_in(
         self,
@@ -69,6 +72,8 @@ class WeightHomes:
         if before is not None:
             before.detach()
         self._move_rest(model, {id(m.parameter) for each in members.values() for m in each})
+        for key in self._frozen.keys() - {self._frozen_of(mine)[1] for mine in members.values()}:
+            del self._frozen[key]  # the parameters have it until they move
         blocks, there = {}, OnDevice()
         for number, (module, mine) in enumerate(members.items()):
             blocks[module] = self._make(number, mine, there, streams=number not in stays)
@@ -257,20 +262,21 @@ class WeightHomes:
         self._registry.watch_bits(records)
 
     def _move_home(self, block: Block, records: Sequence[ParameterRecord]) -> None:
-        store, frozen = self._registry.host_store, [m.parameter for m in block.members if self._is_frozen(m.parameter)]
+        store = self._registry.host_store
+        frozen, key = self._frozen_of(block.members)
         subgroups = self._registry.subgroups_of(record.parameter for record in records)
         store.make([(subgroup.arena.weights_at_home(), subgroup) for subgroup in subgroups])
         for arena in {record.arena for record in records}:
             arena.weights_at_home().join()  # user code copies whole parameters, which span subgroups
-        if frozen and block not in self._frozen:
+        if frozen and key not in self._frozen:
             nbytes = sum(aligned(p.nbytes) for p in frozen)
             room = HostTensor(nbytes, torch.uint8, self._device, nbytes)
             store.hold(room)
-            self._frozen[block] = room
+            self._frozen[key] = room
         places = {id(r.parameter): r.shaped(r.arena.weights_at_home().tensor[r.offset :][: r.numel]) for r in records}
         start = 0
         for p in frozen:
-            flat = self._frozen[block].tensor[start : start + p.nbytes].view(p.dtype)
+            flat = self._frozen[key].tensor[start : start + p.nbytes].view(p.dtype)
             places[id(p)] = flat.as_strided(p.size(), p.stride())
             start += aligned(p.nbytes)
         # One parameter after the other, each released once its home has it, so that memory need not hold all twice.
@@ -300,8 +306,10 @@ class WeightHomes:
         for block in dict.fromkeys(known[id(p)] for p in parameters if id(p) in known):
             self.stream.take_replaced(block)
 
-    def _is_frozen(self, parameter: Tensor) -> bool:
-        return self._registry.record(parameter) is None
+    def _frozen_of(self, members: Iterable[Member]) -> tuple[list[Tensor], _Frozen]:
+        """Return the parameters of a block that have no state, and the key of their memory."""
+        frozen = [m.parameter for m in members if self._registry.record(m.parameter) is None]
+        return frozen, tuple((id(p), p.nbytes) for p in frozen)
 
 
 def _changed(parameter: Tensor, how: str) -> RuntimeError:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.state.host_tensor import HostTensor
 from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, batch, bits
 
@@ -207,3 +208,32 @@ def test_blocks_that_are_cut_otherwise_are_refused_where_they_share_state() -> N
     optimizer.step()
     with pytest.raises(RuntimeError, match="has its state beside that of another block's parameters"):
         optimizer.attach(layers, weights=0, blocks=list(layers))
+
+
+@pytest.mark.parametrize("change", [None, append, remove, exchange_blocks])
+def test_frozen_weights_are_at_home_once_while_the_model_is_attached_again(
+    change: Callable[[Any, Any], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Blocks()
+    model.blocks.requires_grad_(False)
+    optimizer = streaming(model, policy="cpu")
+    optimizer.attach(model, weights=0)
+    steps(model, optimizer, 0)
+    store, held = session_of(optimizer).registry.host_store, list[int]()
+    make = HostTensor.make
+
+    def making(tensor: HostTensor, first: int, last: int) -> None:
+        make(tensor, first, last)
+        held.append(store.nbytes)
+
+    monkeypatch.setattr(HostTensor, "make", making)
+    before, values = store.nbytes, bits(model.blocks.parameters())
+    if change is not None:
+        change(model, optimizer)
+    for _ in range(2):
+        optimizer.attach(model, weights=0)
+    new = sum(p.nbytes for p in model.blocks[-1].parameters()) + 128  # of a block that was appended, and its alignment
+    assert max(held, default=0) <= before + new * (change is append)
+    if change is None:
+        assert (held, bits(model.blocks.parameters())) == ([], values)
+    steps(model, optimizer, 2)
