@@ -360,7 +360,7 @@ class Session:
             self._count_updated()
             if self.on_device is not None and prepared is not None:
                 self.on_device.issue(prepared)
-            registry.offloaded.forget_all()
+            registry.offloaded.forget_all(used=True)
             self.ledger.update_beside(updates[subgroup] for subgroup in late)
             for subgroup in now:
                 prepare_updates([Placed(updates[subgroup], subgroup.state)])()

@@ -11,6 +11,7 @@ from dos.devices.base import (
     Memory,
     ThreadJob,
     memory_of,
+    pinned_whole,
     pinned_zeros,
 )
 from dos.devices.emulated import EmulatedDevice, Script
@@ -31,5 +32,6 @@ __all__ = [
     "ThreadJob",
     "checked_device",
     "memory_of",
+    "pinned_whole",
     "pinned_zeros",
 ]

@@ -98,9 +98,13 @@ def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 def pinned_zeros(device: Device, numel: int, dtype: torch.dtype) -> Tensor:
     """Return `numel` zeros, 1-D, in pinned host memory whose pages are allocated at once. numel: at least 1."""
-    zeros = lazy_zeros(numel, dtype)
-    device.pin(zeros)
-    return zeros.zero_()
+    return pinned_whole(device, lazy_zeros(numel, dtype)).zero_()
+
+
+def pinned_whole(device: Device, zeros: Tensor) -> Tensor:
+    """Return a tensor of `lazy_zeros`, pinned, or pinned zeros in its place if its memory cannot be."""
+    found = None if device.pin(zeros) else device.allocate_pinned(zeros.nbytes)
+    return zeros if found is None else found.view(zeros.dtype)
 
 
 class Device(Protocol):
@@ -145,6 +149,9 @@ class Device(Protocol):
 
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
         """Undo `pin` for memory pinned by one call, and release the memory of `unused`, whole pages of it."""
+
+    def allocate_pinned(self, nbytes: int) -> Tensor | None:
+        """Return pinned zeros, 1-D uint8, of the runtime, where it pins no memory of ours; else None."""
 
     owner: Caller
     """The caller's queue for which `allocate` allocates: the one in which `step()` is called."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import PIECE_BYTES, copy_runs, runs
 from dos.devices.pinned import pin, unpin
+from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
 from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
@@ -122,6 +123,10 @@ class CudaDevice:
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
         with self.current():
             unpin(tensor, unused)
+
+    def allocate_pinned(self, nbytes: int) -> Tensor | None:
+        with bound_to(self._cores):
+            return allocate_pinned(nbytes, self.torch_device)
 
     def allocate(self, nbytes: int) -> Tensor:
         with self._of_owner():

@@ -195,6 +195,9 @@ class EmulatedDevice:
     def unpin(self, tensor: Tensor, unused: Tensor) -> None:
         unpin(tensor, unused)
 
+    def allocate_pinned(self, nbytes: int) -> None:
+        return None
+
     @exclusive
     def allocate(self, nbytes: int) -> Tensor:
         self._check(nbytes)

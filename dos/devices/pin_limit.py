@@ -36,6 +36,8 @@ class PinLimit:
         self._largest = 0
         """The most bytes of a call that has not failed."""
         self._total_is_limited = False
+        self._allocation_refused = math.inf
+        """The least bytes that the runtime has refused to allocate."""
 
     @property
     def pinned(self) -> int:
@@ -71,6 +73,14 @@ class PinLimit:
             self._largest = 0
         self._total_is_limited |= nbytes <= self._largest
         self._refused = min(self._refused, nbytes)
+
+    def may_allocate(self, nbytes: int) -> bool:
+        """Return whether the runtime is to allocate pinned memory: it has registered nothing, and not refused this."""
+        return math.isfinite(self._refused) and not self._largest and nbytes < self._allocation_refused
+
+    def refuse_allocation(self, nbytes: int) -> None:
+        """Remember that the runtime does not allocate so many bytes."""
+        self._allocation_refused = min(self._allocation_refused, nbytes)
 
     def settle(self) -> None:
         """Set the total, once all sizes were tried, if a call has shown that there is one."""

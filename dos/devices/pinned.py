@@ -50,7 +50,7 @@ class _Mapped:
     borders: the addresses at which regions begin and end, in order; replaced as a whole: any thread may read it.
     """
 
-    def __init__(self, pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
+    def __init__(self, pages: _Pages, mapping: mmap.mmap | None, offset: int) -> None:
         self.borders: tuple[int, ...] = ()
         self.end = pages.ctypes.data + pages.nbytes
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
@@ -105,6 +105,7 @@ class _Mapped:
 
     def advise(self, option: int, address: int, nbytes: int) -> None:
         """Call madvise for these pages."""
+        assert self._mapping is not None, "the runtime's memory takes no advice"
         self._mapping.madvise(option, self._offset + address, nbytes)
 
 
@@ -115,9 +116,14 @@ _starts: tuple[int, ...] = ()
 
 
 def _add_mapping(pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
+    _find(_Mapped(pages, mapping, offset), pages)
+
+
+def _find(mapped: _Mapped, pages: _Pages) -> None:
+    """Find these pages by address from now on, as long as they exist."""
     global _starts
     address = pages.ctypes.data
-    _mapped[address] = _Mapped(pages, mapping, offset)
+    _mapped[address] = mapped
     # The system may give the address to another mapping, which must not find the regions of this one.
     weakref.finalize(pages, _mapped.pop, address, None)
     # Not under a lock, which a forked child might inherit locked. Another thread may add a mapping meanwhile, and write
@@ -185,7 +191,7 @@ def pin(tensor: Tensor, device: torch.device) -> bool:
     boundaries. Parts of this part that were pinned before are joined to one region; no work in flight may use them.
     Where they cannot be joined, these stay as they were. Other memory that cannot be pinned at once is pinned in
     pieces. The pages are allocated near the CPU on which the caller runs. A forked child, which would have to copy all
-    pages, does not have them: touching the tensor there is a segmentation fault. Pages that cannot be pinned are
+    pages, does not have them: touching the tensor there is a segmentation fault. _Pages that cannot be pinned are
     pageable, in children too, and one warning says so.
 
     device: any CUDA device that this process uses.

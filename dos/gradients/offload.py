@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from dos.devices import Device, EmulatedDevice, Job
-from dos.gradients.other_steps import count_steps, steps_of_all
+from dos.gradients.other_steps import steps_of_all, watch_steps
 from dos.guard import warn
 from dos.sharding.local import local
 from dos.state.arena import aligned
@@ -43,6 +44,12 @@ _UNUSED = (
     "a gradient was added to one of an earlier backward, which this optimizer has not used in a step while another one "
     "has made a step; if the earlier one was to be dropped, call optimizer.zero_grad() or module.zero_grad() before: "
     "with offload_gradients=True gradients are on the host, where p.grad = None does not drop them"
+)
+
+_NOT_FOUND = (
+    "an optimizer of type {} has made a step and found no gradient in p.grad of {} of its parameters, the first of "
+    "shape {}: DOSAdam(offload_gradients=True) keeps their gradients on the host, for itself alone; give each "
+    "parameter to one optimizer, or build DOSAdam with offload_gradients=False"
 )
 
 
@@ -130,10 +137,12 @@ class OffloadedGradients:
         self._held: dict[int, dict[ParameterRecord, _Held]] = {}
         """By the number of the backward, and the record."""
         self._torn: set[ParameterRecord] = set()
+        self._used: frozenset[ParameterRecord] = frozenset()
+        """The records whose gradients our last step has used, and nothing has dropped since."""
         self.left: set[ParameterRecord] = set()
-        self._warned = False
+        self._warned = self._told = False
         if enabled:
-            count_steps()
+            watch_steps(self)
 
     def take(
         self,
@@ -304,6 +313,17 @@ class OffloadedGradients:
             "offload_gradients=False"
         )
 
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Warn once if an optimizer that is not ours has made a step without the gradients that are here."""
+        # Ours refuse a second optimizer, and reading their groups would wait for their updates.
+        if self._told or not (self._totals or self._used) or hasattr(optimizer, "edit_gradients"):
+            return
+        here = {id(record.parameter) for record in (*list(self._totals), *self._used)}
+        found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in here and p.grad is None]
+        if found:
+            self._told = True
+            warn(_NOT_FOUND.format(type(optimizer).__name__, len(found), tuple(found[0].shape)))
+
     def check(self) -> None:
         """Raise RuntimeError if a gradient was taken in part, so that the sums are not those of backward."""
         if self._torn:
@@ -345,6 +365,8 @@ class OffloadedGradients:
 
     def forget(self, records: Iterable[ParameterRecord]) -> None:
         """Forget the gradients of these, once no addition writes to them."""
+        records = list(records)
+        self._used -= set(records)
         for record in records:
             self._torn.discard(record)
             self.left.discard(record)
@@ -354,8 +376,9 @@ class OffloadedGradients:
                     # still write there. A failure does not matter for a gradient that no step uses.
                     each.arrived.exception()
 
-    def forget_all(self) -> None:
-        """Forget all gradients, once no addition writes to them."""
+    def forget_all(self, *, used: bool = False) -> None:
+        """Forget all gradients, once no addition writes to them. used: because a step has used them."""
+        self._used = frozenset(self._totals) if used else frozenset()
         self.forget_interrupted()
         forgotten, self._totals, self._torn, self.left = self._totals, {}, set(), set()
         for total in forgotten.values():

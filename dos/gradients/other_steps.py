@@ -1,26 +1,43 @@
-"""Counts the steps of all optimizers of the process, by which gradients that no step has used are noticed."""
+"""Watches the steps of all optimizers of the process, by which gradients that no step has used are noticed."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class Watcher(Protocol):
+    """Is told of each step."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Called after a step of any optimizer."""
+
 
 _count = 0
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 def steps_of_all() -> int:
-    """Return the number of steps that optimizers of any kind have made since `count_steps` was first called."""
+    """Return the number of steps that optimizers of any kind have made since `watch_steps` was first called."""
     return _count
 
 
+def watch_steps(watcher: Watcher) -> None:
+    """Count steps from now on, and tell the watcher of each, as long as it lives."""
+    _watchers.add(watcher)
+    _hook()
+
+
 @functools.cache
-def count_steps() -> None:
-    """Count steps from now on."""
+def _hook() -> None:
     register_optimizer_step_post_hook(_stepped)
 
 
-def _stepped(*_: Any) -> None:
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
     global _count
     _count += 1
+    for watcher in list(_watchers):
+        watcher.stepped(optimizer)

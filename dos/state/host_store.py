@@ -159,7 +159,7 @@ class HostStore:
         """Allocate a passage, which belongs to no subgroup and does not count. Raises as `reserve`."""
         check_host_memory(tensor.tensor.nbytes, spills=self.spills, mapped=tensor.tensor.nbytes)
         tensor.allow_huge_pages(0, len(tensor.tensor))
-        tensor.make(0, len(tensor.tensor))
+        tensor.make(0, len(tensor.tensor), whole=True)
         self._tensors.add(tensor)
         self._whole.add(tensor)
 
@@ -167,7 +167,7 @@ class HostStore:
         """Allocate a tensor of weights without state. Raises as `reserve`."""
         self._check(tensor.tensor.nbytes)
         tensor.allow_huge_pages(0, len(tensor.tensor))
-        tensor.make(0, len(tensor.tensor))
+        tensor.make(0, len(tensor.tensor), whole=True)
         self._tensors.add(tensor)
 
     def join_homes(self) -> None:
@@ -206,7 +206,7 @@ class HostStore:
                         total >> 30,
                         f"{(told - began) * (total / done - 1):.0f} s left" if done else "begun",
                     )
-                tensor.make(first, last)
+                tensor.make(first, last, whole=self.limit is None)
                 done += (last - first) * tensor.tensor.itemsize
                 self._tensors.add(tensor)
                 if tensor.exposed:

@@ -31,6 +31,7 @@ class HostTensor:
         self._device = device
         self._block = block
         self._parted = part // block * dtype.itemsize % mmap.PAGESIZE == 0
+        self._allocated = False
         self._made: set[tuple[int, int]] = set()
         self._pinned: list[tuple[int, int]] = []
 
@@ -46,14 +47,32 @@ class HostTensor:
         """Let a part that will be allocated share huge pages with neighbours that may have them."""
         use_huge_pages(self.tensor[first:last])
 
-    def make(self, first: int, last: int) -> None:
-        """Allocate and pin the memory of a part."""
+    def make(self, first: int, last: int, *, whole: bool = False) -> None:
+        """Allocate and pin the memory of a part.
+
+        whole: whether all may be allocated at once, in other memory, where the device does not pin this.
+        """
+        if self._allocated:
+            return
         made = self.tensor[first:last]
-        self._device.pin(made)
+        is_pinned = self._device.pin(made)
+        if whole and not (is_pinned or self._made or self.exposed) and self._allocate():
+            return
         self._made.add((first, last))
         self.pinned_bytes += pinned_bytes(made)
         self._pinned.append((first, last))
         self.nbytes += made.nbytes
+
+    def _allocate(self) -> bool:
+        """Take memory that the device has allocated; return whether it has. Nothing is in this memory so far."""
+        found = self._device.allocate_pinned(self.tensor.nbytes)
+        if found is None:
+            return False
+        self.tensor = found.view(self.tensor.dtype)
+        self._allocated, self._parted = True, False
+        self.nbytes = self.pinned_bytes = self.tensor.nbytes
+        self._made.add((0, len(self.tensor)))
+        return True
 
     def release(self, start: int, stop: int) -> None:
         """Release the memory of these parameters, if it is a part of its own. No transfer in flight may use it."""

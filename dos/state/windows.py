@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices import Device
+from dos.devices import Device, pinned_whole
 from dos.devices.pinned import lazy_zeros, pinned_bytes
 from dos.state.arena import State, aligned
 from dos.state.disk.extent import PAGE
@@ -69,9 +69,7 @@ class Windows:
         # The old windows are released first, because the host may not have memory for both.
         self._buffers, self._entered = [], {}
         for _ in range(count):
-            buffer = lazy_zeros(aligned(nbytes, PAGE), torch.uint8)
-            device.pin(buffer)
-            self._buffers.append(buffer)
+            self._buffers.append(pinned_whole(device, lazy_zeros(aligned(nbytes, PAGE), torch.uint8)))
         self.pinned_bytes = sum(map(pinned_bytes, self._buffers))
 
     def enter(self, subgroup: Subgroup, number: int) -> Window:

@@ -99,6 +99,8 @@ class WeightStream:
         self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
         self._graphs = 0
+        self._evaluated = False
+        """Whether no backward has ended since the last forward."""
         self._autocast = False
         self._handles = [
             model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
@@ -216,7 +218,8 @@ class WeightStream:
         if not self._forwards:
             self._end_backwards()
             for block in self.blocks:
-                if block not in self._first or block.stale:
+                # After an evaluation user code may put weights back, through references that it has kept and `.data`.
+                if block not in self._first or block.stale or self._evaluated:
                     self._release(block)
             self._order = []
         self._forwards += 1
@@ -233,6 +236,7 @@ class WeightStream:
             self._last_run = None
             return
         self._first, self._last = self._ends()
+        self._evaluated = True
         self._set_homes()
         for block in self.blocks:
             # Where autograd made no graph, no backward needs the last window.
@@ -448,6 +452,7 @@ class WeightStream:
         self._backwards.discard(number)
         if self._backwards:
             return  # this one ran within another one, which still needs them
+        self._evaluated = False
         for block in self.blocks:
             if block.touched and not block.running and block not in self._first:
                 self._release(block)

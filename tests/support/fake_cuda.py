@@ -16,6 +16,7 @@ guard make a context there, see `Runtime.contexts`.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import random
 import threading
@@ -32,7 +33,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dos.devices import Cached, Job, Memory
+from dos.devices import Cached, Job, Memory, pinned_allocation
 from dos.devices.cuda import CudaDevice, _leftovers_of, _streams_of
 from perfmodel import Op
 
@@ -64,7 +65,8 @@ class Runtime:
     waits: how often it waited for the device. capturing: whether the caller's work is captured in a graph.
     contexts: the devices on which something has made a context. regions: pinned host memory, end by first byte.
     refuses: errors of the next attempts to pin. most_at_once, most_in_all: bytes that can be pinned; refused: the bytes
-    of attempts that asked for more. allocated: the streams of whose memory something was allocated.
+    of attempts that asked for more. most_allocated: bytes that the runtime allocates pinned; allocations_refused: as
+    `refused`. allocated: the streams of whose memory something was allocated.
     fatal: how often a forked child has done what ends its process.
     log: copies between host and device, and kernels that do nothing, as they ran.
     """
@@ -84,6 +86,9 @@ class Runtime:
         self.refuses: list[int] = []
         self.most_at_once = self.most_in_all = math.inf
         self.refused: list[int] = []
+        self.most_allocated = 0.0
+        self.allocations_refused: list[int] = []
+        self._allocations: dict[int, Any] = {}
         self.allocated: set[FakeStream] = set()
         self.caller = self.caller_stream()
         self.fatal = 0
@@ -192,6 +197,21 @@ class Runtime:
         assert all(end <= address or address + nbytes <= first for first, end in self.regions.items()), "pinned twice"
         self.regions[address] = address + nbytes
         return 0
+
+    def cudaHostAlloc(self, pointer: Any, nbytes: Any, flags: object) -> int:  # noqa: N802
+        self.make_context()
+        if sum(map(len, self._allocations.values())) + nbytes.value > self.most_allocated:
+            self.allocations_refused.append(nbytes.value)
+            return 2
+        memory = np.full(nbytes.value + mmap.PAGESIZE, 0xFF, np.uint8)
+        memory = memory[-memory.ctypes.data % mmap.PAGESIZE :][: nbytes.value]  # whole pages, as CUDA's
+        address = pointer._obj.value = memory.ctypes.data
+        self._allocations[address], self.regions[address] = memory, address + len(memory)
+        return 0
+
+    def cudaFreeHost(self, address: Any) -> None:  # noqa: N802
+        self.make_context()
+        del self._allocations[address.value], self.regions[address.value]
 
     @property
     def pinned(self) -> int:
@@ -433,6 +453,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(pinned_allocation, "library", lambda: runtime if runtime.most_allocated else None)
     copy, to = Tensor.copy_, Tensor.to
 
     def checked_copy(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

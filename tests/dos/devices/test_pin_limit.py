@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dos import DOSAdam
-from dos.devices import pin_limit, pinned
+from dos import DOSAdam, EmulatedDevice
+from dos.devices import pin_limit, pinned, pinned_zeros
 from dos.devices.pinned import excess, lazy_zeros, pin, pinned_bytes, pinned_parts, unpin
+from dos.devices.pinned_allocation import allocate_pinned
 from perfmodel import Placement
 from tests.support.blocks import net, train
 from tests.support.fake_cuda import FakeCudaDevice, Runtime, install
 from tests.support.inside import session_of
-from tests.support.training import everything
+from tests.support.training import FAST, everything
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -199,32 +200,93 @@ def test_staging_and_state_that_streams_are_pinned_first(runtime: Runtime) -> No
     )
 
 
+def test_where_nothing_is_registered_the_runtime_allocates_what_transfers_need_most(runtime: Runtime) -> None:
+    runtime.most_in_all, runtime.most_allocated = 0, math.inf
+    optimizer, parameter = trained(runtime, policy="cpu")
+    (arena,) = {subgroup.arena for subgroup in session_of(optimizer).registry.accelerated}
+    assert [pinned_bytes(tensor.tensor) for tensor in arena.staging()] == [16 * MIB] * 2
+    assert [pinned_bytes(tensor.tensor) for tensor in arena.home()] == [0] * 2
+    assert runtime.pinned == 32 * MIB
+    assert "Host memory: 0.03 of 0.06 GiB pinned; the rest is copied more slowly" in optimizer.explain()
+    part = arena.gradient[MIB : 2 * MIB]
+    pinned.unpin(part, part)
+    assert runtime.pinned == 32 * MIB, "it is pinned as long as it is there"
+    reference = nn.Parameter(torch.ones(NUMEL))
+    adamw = torch.optim.AdamW([reference])
+    for _ in range(2):
+        reference.grad = torch.ones_like(reference)
+        adamw.step()
+    torch.testing.assert_close(parameter, reference)
+
+
+def test_what_the_runtime_does_not_allocate_is_not_asked_for_again(runtime: Runtime) -> None:
+    runtime.most_in_all, runtime.most_allocated = 0, 5 * MIB
+    device = FakeCudaDevice(runtime)
+    found = [pinned_zeros(device, mib * MIB, torch.uint8) for mib in (8, 16, 8, 4)]
+    assert [pinned_bytes(zeros) // MIB for zeros in found] == [0, 0, 0, 4]
+    assert not any(zeros.any() for zeros in found)
+    assert runtime.allocations_refused == [8 * MIB]
+    assert runtime.pinned == 4 * MIB
+    del found
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_the_runtime_allocates_nothing_where_memory_is_registered_in_pieces_or_up_to_a_total(runtime: Runtime) -> None:
+    runtime.most_at_once, runtime.most_in_all, runtime.most_allocated = 4 * MIB, 10 * MIB, math.inf
+    device = FakeCudaDevice(runtime)
+    found = [pinned_zeros(device, 8 * MIB, torch.uint8) for _ in range(3)]
+    assert 0 < sum(map(pinned_bytes, found)) == runtime.pinned <= 10 * MIB
+
+
+class Pins(EmulatedDevice):
+    """Pins memory as a CUDA device does, and computes where weights can stream without one."""
+
+    def pin(self, tensor: Tensor) -> bool:
+        return pin(tensor, DEVICE)
+
+    def allocate_pinned(self, nbytes: int) -> Tensor | None:
+        return allocate_pinned(nbytes, DEVICE)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"policy": "cpu"},
     "attached": {"policy": "stride:2", "attach": {}},
     "saved tensors leave": {"policy": "cpu", "attach": {"activations": 1.0}},
     "gradients offloaded": {"policy": 0.5, "offload_gradients": True, "attach": {}},
     "disk": {"policy": "cpu", "host_memory": 70_000, "memory_budget": 0, "attach": {}},
+    "weights stream": {"policy": "cpu", "offload_gradients": True, "attach": {"weights": 0}},
+    "some stay": {"policy": "stride:2", "offload_gradients": True, "attach": {"weights": 2, "activations": 1.0}},
+    "all stay": {"policy": 0.5, "offload_gradients": True, "attach": {"weights": 4}},
+    "as planned": {"policy": "adaptive", "offload_gradients": True, "attach": {"weights": "auto"}},
+}
+LIMITS = {
+    "none": (math.inf, math.inf, 0),
+    "in all and at once": (2 * PAGE, 9 * PAGE, 0),
+    "nothing is registered": (0, 0, math.inf),
+    "nothing is pinned": (0, 0, 1),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pins_that_fail_change_no_result(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call that pins more than two pages fails, and each beyond nine pages in all."""
+    """Each call that pins more than two pages fails, and each beyond nine pages in all; or all calls."""
     monkeypatch.setattr(pin_limit, "LEFT_TO_OTHERS", 2 * PAGE)
     monkeypatch.setattr(pinned, "_forget_error", lambda device: None)
     monkeypatch.setattr(pinned._register, "__defaults__", (PAGE,))
     monkeypatch.setattr(pin_limit.PinLimit.fitting, "__defaults__", (PAGE, 0))
-    ends = []
-    for most_at_once, most_in_all in ((math.inf, math.inf), (2 * PAGE, 9 * PAGE)):
+    ends, pins = [], []
+    for most_at_once, most_in_all, most_allocated in LIMITS.values():
         runtime = install(monkeypatch, None)
         runtime.most_at_once, runtime.most_in_all = most_at_once, most_in_all
+        runtime.most_allocated = most_allocated
         settings = dict(WAYS[way])
         attach = settings.pop("attach", None)
         if "host_memory" in settings:
             settings["disk"] = tmp_path
-        model = net(torch.float32, blocks=4)
-        optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), subgroup_size=2048, **settings)
+        model = net(torch.float32, blocks=10 if way == "disk" else 4)
+        device = Pins(FAST, 10**8) if "weights" in (attach or {}) else FakeCudaDevice(runtime)
+        optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=2048, **settings)
         if attach is not None:
             optimizer.attach(model, **attach)
         train(model, optimizer, 3)
@@ -233,7 +295,10 @@ def test_pins_that_fail_change_no_result(way: str, tmp_path: Path, monkeypatch: 
         train(model, optimizer, 1, first=3)  # after state was read
         optimizer.synchronize()
         ends[-1] += everything(model, optimizer)
-        assert runtime.pinned <= most_in_all
-        assert set(Counter(runtime.refused).values()) <= {1}, "a call that failed was repeated"
+        assert runtime.pinned <= max(most_in_all, most_allocated)
+        pins.append(runtime.pinned)
+        for refused in (runtime.refused, runtime.allocations_refused):
+            assert set(Counter(refused).values()) <= {1}, "a call that failed was repeated"
         assert bool(runtime.refused) == (most_at_once < math.inf)
     assert all(end == ends[0] for end in ends)
+    assert [bool(each) for each in pins] == [True, True, True, False]

@@ -148,6 +148,28 @@ def test_two_optimizers_that_get_gradients_of_one_loss() -> None:
     assert len(caught) == 1, "once"
 
 
+@pytest.mark.parametrize("mode", ["offload", "all weights stream"])
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_another_optimizer_that_finds_no_gradients_is_told_of(mode: str, ours_first: bool, tmp_path: Path) -> None:
+    model, optimizer = begin(mode, tmp_path, torch.float32)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    apart = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
+    both = [optimizer, other] if ours_first else [other, optimizer]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss(model, step).backward()
+            apart.step()
+            assert len(caught) == min(step, 1)
+            for each in both:
+                each.step()
+            for each in both:
+                each.zero_grad()
+            other.step()  # without a gradient, as with AdamW
+    (told,) = [str(each.message) for each in caught]
+    assert "an optimizer of type SGD has made a step and found no gradient in p.grad of" in told
+
+
 def test_another_optimizer_of_ours_zeroes_some_of_the_parameters() -> None:
     """Of which it has no gradient itself."""
 

@@ -282,6 +282,22 @@ def test_a_block_that_is_updated_while_the_one_before_it_computes_is_fetched_the
     assert at_end == [0, 1]
 
 
+@pytest.mark.parametrize("stay", [0, 4, 5])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_evaluation_leaves_no_copies_of_weights_that_user_code_then_puts_back(stay: int, frozen: bool) -> None:
+    """Through references that it has kept, as averages do. With two blocks that stream the first is also the last."""
+    model = net(torch.float32)
+    model.blocks.requires_grad_(not frozen)
+    optimizer = start(model, stay)
+    train(model, optimizer, 1)
+    kept, plain = list(model.parameters()), net(torch.float32)
+    for factor in (1.0, 0.5, 2.0):
+        for mine, other in zip(kept, plain.parameters(), strict=True):
+            mine.data.mul_(factor)
+            other.data.copy_(mine)
+        assert loss(model, 7).item() == loss(plain, 7).item()
+
+
 def test_frozen_blocks_are_freed_as_others_are() -> None:
     model, device = net(), Watched()
     for block in list(model.blocks)[1:5]:
