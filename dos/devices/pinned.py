@@ -39,18 +39,18 @@ _MOST_BYTES = 64 << 30
 _libc = ctypes.CDLL(None)
 
 
-class _Pages(np.ndarray):
+class Pages(np.ndarray):
     """An array that can be referenced weakly. Its finaliser runs before its mapping is unmapped."""
 
 
-class _Mapped:
+class Mapped:
     """Addresses in a mapping: an address plus `offset` is the position in it.
 
     end: the address behind its last byte.
     borders: the addresses at which regions begin and end, in order; replaced as a whole: any thread may read it.
     """
 
-    def __init__(self, pages: _Pages, mapping: mmap.mmap | None, offset: int) -> None:
+    def __init__(self, pages: Pages, mapping: mmap.mmap | None, offset: int) -> None:
         self.borders: tuple[int, ...] = ()
         self.end = pages.ctypes.data + pages.nbytes
         self._regions: dict[int, tuple[int, Callable[[], object]]] = {}
@@ -109,17 +109,17 @@ class _Mapped:
         self._mapping.madvise(option, self._offset + address, nbytes)
 
 
-_mapped: dict[int, _Mapped] = {}
+_mapped: dict[int, Mapped] = {}
 """The mappings by the address of their first byte."""
 _starts: tuple[int, ...] = ()
 """These addresses in order, and perhaps some of mappings that are gone; replaced as a whole: any thread may read it."""
 
 
-def _add_mapping(pages: _Pages, mapping: mmap.mmap, offset: int) -> None:
-    _find(_Mapped(pages, mapping, offset), pages)
+def _add_mapping(pages: Pages, mapping: mmap.mmap, offset: int) -> None:
+    _find(Mapped(pages, mapping, offset), pages)
 
 
-def _find(mapped: _Mapped, pages: _Pages) -> None:
+def _find(mapped: Mapped, pages: Pages) -> None:
     """Find these pages by address from now on, as long as they exist."""
     global _starts
     address = pages.ctypes.data
@@ -132,7 +132,7 @@ def _find(mapped: _Mapped, pages: _Pages) -> None:
         _starts = found
 
 
-def _mapping_of(tensor: Tensor) -> _Mapped | None:
+def _mapping_of(tensor: Tensor) -> Mapped | None:
     """Return the mapping in which a tensor lies; None: in none, as where `share_memory_` has moved its memory."""
     # By address: tensors that user code sees have storages of their own.
     starts, address = _starts, tensor.data_ptr()
@@ -162,7 +162,7 @@ def lazy_zeros(numel: int, dtype: torch.dtype, *, in_parts: bool = False) -> Ten
         raise MemoryError(f"mapping {length} bytes of host memory failed: {error.strerror}") from error
     everything = np.frombuffer(mapping, dtype=np.uint8)
     start = -everything.ctypes.data % _HUGE_PAGE if whole else 0
-    pages = everything[start : start + nbytes].view(_Pages)
+    pages = everything[start : start + nbytes].view(Pages)
     _add_mapping(pages, mapping, start - pages.ctypes.data)
     with contextlib.suppress(OSError):  # this kernel has no huge pages
         # A system that always uses huge pages would allocate memory beyond the parts that are used.
@@ -191,7 +191,7 @@ def pin(tensor: Tensor, device: torch.device) -> bool:
     boundaries. Parts of this part that were pinned before are joined to one region; no work in flight may use them.
     Where they cannot be joined, these stay as they were. Other memory that cannot be pinned at once is pinned in
     pieces. The pages are allocated near the CPU on which the caller runs. A forked child, which would have to copy all
-    pages, does not have them: touching the tensor there is a segmentation fault. _Pages that cannot be pinned are
+    pages, does not have them: touching the tensor there is a segmentation fault. Pages that cannot be pinned are
     pageable, in children too, and one warning says so.
 
     device: any CUDA device that this process uses.
@@ -218,7 +218,7 @@ def pin(tensor: Tensor, device: torch.device) -> bool:
     return not missing
 
 
-def _join(mapped: _Mapped, before: list[tuple[int, int]], address: int, end: int, device: torch.device) -> bool:
+def _join(mapped: Mapped, before: list[tuple[int, int]], address: int, end: int, device: torch.device) -> bool:
     """Pin regions anew as one, or leave them as they are; return whether all bytes are pinned."""
     pinned = sum(stop - first for first, stop in before)
     if len(before) == 1 and pinned == end - address:
@@ -235,7 +235,7 @@ def _join(mapped: _Mapped, before: list[tuple[int, int]], address: int, end: int
     return pinned == end - address
 
 
-def _register(mapped: _Mapped, address: int, end: int, device: torch.device, least: int = LEAST_BYTES) -> bool:
+def _register(mapped: Mapped, address: int, end: int, device: torch.device, least: int = LEAST_BYTES) -> bool:
     """Pin these addresses in as few regions as can be, from the first one on; return whether all are pinned.
 
     least: the least bytes of a region, if they are not pinned as one.

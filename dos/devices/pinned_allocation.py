@@ -36,7 +36,7 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor | None:
         pinned._forget_error(device)
         return None
     address = found.value
-    pages = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8).view(pinned._Pages)
+    pages = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)).view(pinned.Pages)
     pages[:] = 0
     limit.regions[address] = nbytes
     free = weakref.finalize(pages, _free, runtime, address, os.getpid(), device, limit.regions)
@@ -45,10 +45,10 @@ def allocate_pinned(nbytes: int, device: torch.device) -> Tensor | None:
     return torch.from_numpy(pages)
 
 
-class _Allocated(pinned._Mapped):
+class _Allocated(pinned.Mapped):
     """Memory of the runtime: it is pinned as a whole as long as it exists."""
 
-    def __init__(self, pages: pinned._Pages, nbytes: int) -> None:
+    def __init__(self, pages: pinned.Pages, nbytes: int) -> None:
         super().__init__(pages, None, 0)
         first = pages.ctypes.data
         self._regions[first] = first + nbytes, lambda: None

@@ -222,8 +222,8 @@ def test_frozen_weights_are_at_home_once_while_the_model_is_attached_again(
     store, held = session_of(optimizer).registry.host_store, list[int]()
     make = HostTensor.make
 
-    def making(tensor: HostTensor, first: int, last: int) -> None:
-        make(tensor, first, last)
+    def making(tensor: HostTensor, first: int, last: int, **settings: Any) -> None:
+        make(tensor, first, last, **settings)
         held.append(store.nbytes)
 
     monkeypatch.setattr(HostTensor, "make", making)
