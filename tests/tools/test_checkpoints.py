@@ -15,12 +15,21 @@ from tests.support.training import bits
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-WEIGHTS = [0, 2, 4]
+MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "none stays": (torch.float32, {"weights": 0}),
+    "some stay": (torch.bfloat16, {"weights": 2, "policy": "stride:2"}),
+    "all stay": (torch.bfloat16, {"weights": 4, "policy": 0.5, "state_format": "float32"}),
+    "auto": (torch.float32, {"weights": "auto", "policy": "adaptive", "capacity": 30_000}),
+    "codes": (torch.float32, {"weights": 0, "policy": "resident", "state_format": "int8"}),
+    "disk": (torch.float32, {"weights": 2, "host_memory": 80_000}),
+    "attached": (torch.bfloat16, {"weights": None, "policy": "stride:2", "offload_gradients": False}),
+}
 
 
-def trained(weights: Any) -> tuple[nn.Module, Any]:
-    model = net(torch.float32, blocks=4)
-    optimizer = start(model, weights)
+def trained(mode: str, folder: Path) -> tuple[nn.Module, Any]:
+    dtype, settings = MODES[mode]
+    model = net(dtype, blocks=4)
+    optimizer = start(model, **settings, **({"disk": folder} if mode == "disk" else {}))
     step(model, optimizer)
     return model, optimizer
 
@@ -31,9 +40,9 @@ def step(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_safetensors(weights: Any, tmp_path: Path) -> None:
-    model, optimizer = trained(weights)
+@pytest.mark.parametrize("mode", MODES)
+def test_safetensors(mode: str, tmp_path: Path) -> None:
+    model, optimizer = trained(mode, tmp_path / "disk")
     safetensors.save_model(model, str(tmp_path / "model.safetensors"))
     before = bits(model.state_dict().values())
     step(model, optimizer)
@@ -43,10 +52,10 @@ def test_safetensors(weights: Any, tmp_path: Path) -> None:
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_accelerate(weights: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_accelerate(mode: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
-    model, optimizer = trained(weights)
+    model, optimizer = trained(mode, tmp_path / "disk")
     accelerator = accelerate.Accelerator(cpu=True)
     accelerator._models.append(model)
     accelerator._optimizers.append(optimizer)
@@ -60,11 +69,11 @@ def test_accelerate(weights: Any, tmp_path: Path) -> None:
     step(model, optimizer)
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_hub_writes_shards_without_copies(weights: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_hub_writes_shards_without_copies(mode: str, tmp_path: Path) -> None:
     """Transformers' `save_pretrained` and diffusers' split in the same way."""
     hub = pytest.importorskip("huggingface_hub")
-    model, _ = trained(weights)
+    model, _ = trained(mode, tmp_path / "disk")
     hub.save_torch_state_dict(model.state_dict(), tmp_path, max_shard_size=3000, safe_serialization=True)
     shards = list(tmp_path.glob("*.safetensors"))
     assert len(shards) > 3
@@ -81,10 +90,10 @@ def pickled(value: Any) -> int:
     return len(file.getvalue())
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_torch_saves_one_weight_alone(weights: Any, tmp_path: Path) -> None:
-    model, _ = trained(weights)
-    plain = net(torch.float32, blocks=4)
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_saves_one_weight_alone(mode: str, tmp_path: Path) -> None:
+    model, _ = trained(mode, tmp_path / "disk")
+    plain = net(MODES[mode][0], blocks=4)
     assert pickled(model.blocks[0].out.bias) == pickled(plain.blocks[0].out.bias)
     assert abs(pickled(model.state_dict()) - pickled(plain.state_dict())) < 1000
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -95,7 +104,7 @@ def test_torch_saves_one_weight_alone(weights: Any, tmp_path: Path) -> None:
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
-    model, optimizer = trained(2)
+    model, optimizer = trained("some stay", tmp_path / "disk")
     dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path)
     before = bits(model.state_dict().values())
     step(model, optimizer)

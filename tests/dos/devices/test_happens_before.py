@@ -269,14 +269,15 @@ def test_a_wait_that_is_left_out_is_told(fault: Fault, monkeypatch: pytest.Monke
 
 def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     leave_out(monkeypatch, FAULTS[0])
-    with checking(most_named=1) as checker:
+    with checking(most_named=100) as checker:
         FAULTS[0].program(tmp_path)
-    _, what, first, second = checker.report().splitlines()[:4]
-    assert re.fullmatch(r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):", what)
-    assert re.match(r"  write by \w+, the caller's queue, issued at .*training.py:\d+ backward < ", first)
-    assert re.match(
-        r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*ledger.py:\d+ send <", second
-    )
+    lines = [
+        r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):",
+        r"  write by \w+, the caller's queue, issued at .*training.py:\d+ backward < .*",
+        r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*ledger.py:\d+ send <.*",
+    ]
+    found = [text.splitlines() for text in checker.races.values()]
+    assert any(all(map(re.fullmatch, lines, each)) for each in found), checker.report()
 
 
 def leave_out(patch: pytest.MonkeyPatch, fault: Fault) -> None:

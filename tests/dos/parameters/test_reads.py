@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,12 +110,17 @@ def test_all_that_reads_right_after_a_step_reads_its_values(settings: dict[str, 
         train(twin, plain, 1, first_step=step)
 
 
-def test_reads_and_writes_right_after_a_step_with_moments_in_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{"state_format": "int8"}, {"host_memory": 70_000}], ids=["codes", "disk"])
+def test_reads_and_writes_right_after_a_step_with_state_in_codes_or_on_disk(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where user code synchronises first."""
     monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    if "host_memory" in settings:
+        settings = {**settings, "disk": tmp_path}
     ends = []
     for first in (False, True):
-        model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01, state_format="int8"))
+        model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01, **settings))
         found: list[Tensor] = []
         for step, (way, write) in enumerate(WRITES.items()):
             for read in READS.values() if way == "nn.init" else [READS["parameters"]]:

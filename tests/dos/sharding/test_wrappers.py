@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,6 +144,20 @@ def test_they_train_as_with_adamw_with_the_same_bits_wherever_state_is(dtype: to
         assert all(map(torch.equal, other, first))
     if dtype is torch.float32:
         torch.testing.assert_close(first, trained(AdamW), rtol=1e-5, atol=1e-7)
+
+
+def test_they_train_with_the_same_bits_with_state_in_codes_and_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    on_disk = on("cpu", disk=tmp_path, host_memory=70_000, attach=True)
+    assert all(map(torch.equal, trained(DOSAdam, **on_disk), trained(DOSAdam)))
+    first, *others = (
+        trained(DOSAdam, state_format="int8", **mode)
+        for mode in ({}, on("cpu"), on("resident"), on(0.5, offload_gradients=True, attach=True), on_disk)
+    )
+    assert any(not torch.equal(*each) for each in zip(first, trained(DOSAdam), strict=True))
+    assert all(all(map(torch.equal, other, first)) for other in others)
 
 
 WRITES: dict[str, Callable[[Any], object]] = {

@@ -56,6 +56,9 @@ MODES = {
     "none stays": Mode({**ON_DEVICE, "offload_gradients": True}, attached=True, weights=0),
     "some stay": Mode({**ON_DEVICE, "offload_gradients": True, "state_format": "float32"}, attached=True, weights=1),
     "all stay": Mode({**ON_DEVICE, "offload_gradients": True}, attached=True, weights=3),
+    "auto": Mode(
+        {"policy": "adaptive", "subgroup_size": 400, "offload_gradients": True}, attached=True, weights="auto"
+    ),
 }
 
 
