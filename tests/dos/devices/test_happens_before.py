@@ -273,7 +273,7 @@ def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         FAULTS[0].program(tmp_path)
     lines = [
         r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):",
-        r"  write by \w+, the caller's queue, issued at .*training.py:\d+ backward < .*",
+        r"  write by \w+, the caller's queue, issued at .*\.py:\d+ \w+ < .*",
         r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*ledger.py:\d+ send <.*",
     ]
     found = [text.splitlines() for text in checker.races.values()]
