@@ -43,7 +43,7 @@ from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_live
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.replaced_modules import find_gone, warn_of_successors
-from dos.parameters.watching import Watching
+from dos.parameters.watching import Watching, check_parts
 from dos.planning.decide import Facts
 from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
@@ -59,7 +59,7 @@ from dos.step.prepare import Preparation, Prepared
 from dos.step.unseen import LOST
 from dos.step.work import Placed, SubgroupUpdate, prepare_updates
 from dos.torch_internals.callers import makes_state
-from dos.torch_internals.modes import backward_number, when_backward_ends
+from dos.torch_internals.modes import backward_number, when_backward_ends, writes_gradient
 from dos.torch_internals.module_parameters import parameters_of
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
@@ -667,8 +667,12 @@ class Session:
 
     @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
-        if self.registry.offloaded.enabled and leaf is self.registry.leaf(parameter):
-            self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
+        if self.registry.offloaded.enabled:
+            known = self.registry.leaf(parameter)
+            if leaf is known:
+                self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
+            elif writes_gradient(known):
+                check_parts(parameter)
         # Gradients are copied to memory from which the host may still update for the last step.
         self._end_last_step()
         if self.guard.broken or main_thread_ended():

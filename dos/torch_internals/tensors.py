@@ -94,6 +94,11 @@ def share_gradient_hooks(parameter: Tensor, other: Tensor) -> None:
     other._backward_hooks = parameter._backward_hooks
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether there are hooks of `parameter.register_hook`."""
+    return bool(parameter._backward_hooks)
+
+
 def hook_again(parameter: Tensor) -> None:
     """Let the tensor object that a swap has put behind the parameter call the parameter's hooks again.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dos.parameters.watching import check_parts
 from dos.torch_internals.patches import replace_run_backward
 
 _UNUSED = (
@@ -54,4 +55,7 @@ def _sum(gradient: Tensor | None, of_copy: Tensor | None, parameter: Any) -> Ten
     if of_copy is None:
         return gradient
     there = of_copy.to(parameter.device)
-    return there if gradient is None else gradient + there
+    if gradient is None:
+        return there
+    check_parts(parameter)
+    return gradient + there

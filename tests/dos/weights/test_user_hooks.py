@@ -74,6 +74,29 @@ def test_hooks_that_would_find_no_gradient_in_the_parameter_are_refused() -> Non
     optimizer.step()
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_hooks_that_would_run_on_parts_of_a_gradient_are_refused(weights: Any) -> None:
+    """Of parameters that are in the graph beside their copies: a hook that is not linear would give other values."""
+    for each in (behind, before):
+        model = net(torch.float32)
+        optimizer = start(model, weights)
+        handle = model.blocks[2].bias.register_hook(torch.sign)
+        loss(model, 0).backward()
+        alone(model, 1).backward()  # one part in a backward is all of it
+        with pytest.raises(
+            RuntimeError, match=r"of shape \(1, 16\) of a block has a hook of register_hook\(\), and the loss"
+        ):
+            each(model, 2).backward()
+        with pytest.raises(
+            RuntimeError, match=r"has run on each of two gradients and not on their sum; use optimizer.e"
+        ):
+            torch.autograd.grad(each(model, 3), list(model.parameters()))
+        handle.remove()
+        optimizer.zero_grad()
+        each(model, 2).backward()
+        optimizer.step()
+
+
 def penalty(model: nn.Module) -> Tensor:
     return 1e-2 * sum(p.float().square().sum() for p in model.parameters())
 
