@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -41,7 +40,7 @@ class Block:
     lost: whether this process is a forked child that lacks memory of its homes.
     touched: whether the backward that runs has used it. due: how many of the forwards that it has recomputed it has yet
         to pass. lent: whether the modules have the copies although the block does not run.
-    made: the outputs of the last forward, weakly. detached: whether another block has taken its place.
+    mark: stands for the block where a reference would be a cycle. detached: whether another block has taken its place.
     arenas: the arenas of trained parameters.
     places: the memory that its parameters must have, by their ids: homes, or the copies'; empty before they are moved.
     """
@@ -56,7 +55,7 @@ class Block:
         self.streams = True
         self.filled = self.touched = self.lent = self.detached = self.lost = False
         self.running = self.due = 0
-        self.made: list[weakref.ref[Tensor]] = []
+        self.mark = object()
         self.arenas: Collection[Arena] = ()
         self._device = device
         self._job: Job | None = None

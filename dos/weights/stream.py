@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
 """The most transfers and waits that are remembered if no step reads them."""
+
+_MADE_BY = "dos.weights"
+"""The key of the mark of a block in the metadata of nodes that made its outputs."""
+
+_metadata: Callable[[Any], dict[str, Any]] = operator.attrgetter("metadata")
+"""Returns the metadata of a node, of which torch's types say that it is a method."""
 
 _of_model: weakref.WeakKeyDictionary[nn.Module, WeightStream] = weakref.WeakKeyDictionary()
 
@@ -239,8 +246,7 @@ class WeightStream:
         self._evaluated = True
         self._set_homes()
         for block in self.blocks:
-            # Where autograd made no graph, no backward needs the last window.
-            if block not in self._last or not torch.is_grad_enabled():
+            if block not in self._last:
                 self._release(block)
 
     def _refuse_compiled(self) -> None:
@@ -330,11 +336,15 @@ class WeightStream:
             )
         if torch.is_grad_enabled():
             made = _with_gradient(tensors, output)
-            block.made = [weakref.ref(each) for each in made]
+            # By the node, because a checkpoint hands other tensor objects to the forward that it runs in backward.
+            for node in (each.grad_fn for each in made):
+                if node is not None:
+                    _metadata(node)[_MADE_BY] = block.mark
             if not in_backward():
                 self._watch_outputs(block, made)
         if in_backward():
             return
+        # Where autograd makes no graph, no backward needs the last window.
         if block not in self._last or not torch.is_grad_enabled():
             self._release(block)
 
@@ -421,8 +431,7 @@ class WeightStream:
         found = _with_gradient(tensors_in(arguments), arguments)
         made = [t for t in found if not t.is_leaf]
         # Where a block runs twice in a row, the gradient of what is between is not the end of its use.
-        own = [reference() for reference in block.made]
-        watched = [t for t in made if not any(t is each for each in own)]
+        watched = [t for t in made if t.grad_fn is None or _metadata(t.grad_fn).get(_MADE_BY) is not block.mark]
         if not made:
             watched = [t for t in found if not isinstance(t, nn.Parameter)][:1]
 

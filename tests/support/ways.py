@@ -164,6 +164,11 @@ def twice_in_a_row(block: nn.Module, x: Tensor) -> Tensor:
     return block(block(x))
 
 
+def checkpointed_twice(block: nn.Module, x: Tensor) -> Any:
+    """A part is recomputed for one, and then the whole for the other."""
+    return checkpoint(block, checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+
+
 def twice_within(use_reentrant: bool) -> Callable[..., Any]:
     return lambda block, x: checkpoint(lambda y: block(block(y).sin()), x, use_reentrant=use_reentrant)
 
@@ -176,6 +181,7 @@ def unhooked(block: nn.Module, x: Tensor) -> Any:
 
 WAYS: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
     *((kind, run) for kind in (PartAgain, PartReentrant) for run in RUNS),
+    *((kind, checkpointed_twice) for kind in (PartAgain, Keeps)),
     (Recurrent, whole),
     *((kind, run) for kind in (Merged, normed) for run in RUNS[1:]),
     *((Merged, twice_within(each)) for each in (False, True)),

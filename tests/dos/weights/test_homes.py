@@ -26,7 +26,7 @@ from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
 from tests.support.devices import FaultyDevice
-from tests.support.inside import session_of
+from tests.support.inside import StoppedError, session_of
 from tests.support.training import FAST, bits, everything
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -296,6 +296,82 @@ def test_an_evaluation_leaves_no_copies_of_weights_that_user_code_then_puts_back
             mine.data.mul_(factor)
             other.data.copy_(mine)
         assert loss(model, 7).item() == loss(plain, 7).item()
+
+
+def test_no_block_is_fetched_in_vain() -> None:
+    """Without a graph, each block once; where a forward has no backward, no more than the window has memory."""
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
+    train(model, optimizer, 2, micro_batches=1)
+    optimizer.synchronize()
+    device.fetched.clear()
+    with torch.no_grad():
+        for seed in range(2):
+            loss(model, seed)
+            assert not device.filled
+    assert device.fetched == 2 * [0, 1, 2, 3, 4, 5]
+    kept = [loss(model, seed) for seed in range(3)]
+    assert device.most == 2
+    del kept
+
+
+def test_micro_batches_are_forwards_that_made_a_graph() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    for step in range(2):
+        with torch.no_grad():
+            loss(model, step)
+        train(model, optimizer, 1, first=step, micro_batches=2)
+    assert session_of(optimizer).on_device.facts().workload.micro_batches == 2
+
+
+def test_blocks_are_freed_where_torch_autograd_grad_has_raised() -> None:
+    """Of whose end no callback tells. Each block has an input of its own, so that only the end of backward frees it."""
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
+    train(model, optimizer, 1)
+
+    def fail(*_: object) -> None:
+        raise StoppedError
+
+    handle = model.blocks[3].register_full_backward_hook(fail)
+    with pytest.raises(StoppedError):
+        torch.autograd.grad(loss(model, 0), list(model.parameters()))
+    handle.remove()
+    for _ in range(2):
+        loss(model, 1).backward()
+        for block in model.blocks:
+            block(torch.ones(8, 16, dtype=torch.bfloat16)).sum().backward()
+    assert len(device.filled) <= 2
+
+
+def test_a_forward_that_goes_on_after_ctrl_c_in_a_block_ends_with_homes() -> None:
+    """For KeyboardInterrupt torch calls no hook when a block ends."""
+    ends = []
+    for weights in (0, None):
+        model = net()
+        optimizer = start(model, weights)
+
+        def run(block: nn.Module, x: Tensor, model: Any = model) -> Any:
+            try:
+                return block(x)
+            except KeyboardInterrupt:
+                return x
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        model.run = run
+        handle = model.blocks[2].out.register_forward_pre_hook(interrupt)
+        found = loss(model, 0)
+        handle.remove()
+        assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+        found.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, 1)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
 
 
 def test_frozen_blocks_are_freed_as_others_are() -> None:

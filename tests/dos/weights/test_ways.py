@@ -48,6 +48,24 @@ def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.M
     assert end(0) == end(1, again=0) == end("auto", again=1.0) == end(None)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", [Keeps, PartAgain])
+def test_a_model_that_is_checkpointed_whole(kind: Callable[[], nn.Module], use_reentrant: bool) -> None:
+    """What its forward in backward has fetched is still needed when that ends."""
+
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(kind)
+        optimizer = start(model, weights)
+        for step in range(2):
+            x = inputs(step, model).requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert end(0) == end(2) == end(None)
+
+
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("weights", [0, 2])
 def test_inputs_that_require_grad(run: Any, weights: int) -> None:
