@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from dos import DOSAdam
+from dos.state.bit_sums import BitSums
+from dos.state.subgroup import Piece
 from dos.step.work import SubgroupUpdate
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.training import Make, batch, bits, maker, mlp
@@ -83,6 +85,39 @@ def test_what_whole_masters_on_the_device_overwrite_is_said(
     told = ends(torch.float16, make, attach=attach)[1]
     assert told
     assert "user code wrote to parameters" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "reads"),
+    [
+        (torch.float32, "cpu", 3),
+        (torch.bfloat16, "cpu", 3),
+        (torch.float16, "resident", 2),
+        (torch.float32, "resident", 0),
+        (torch.bfloat16, "resident", 0),
+    ],
+)
+def test_so_many_times_a_step_reads_each_parameter_for_it(
+    dtype: torch.dtype, policy: str, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/limits.md says."""
+    write, found = BitSums._write, list[int]()
+
+    def counted(sums: BitSums, place: int, pieces: Iterable[Piece]) -> None:
+        pieces = list(pieces)
+        found.extend(piece.numel for piece in pieces)
+        write(sums, place, pieces)
+
+    monkeypatch.setattr(BitSums, "_write", counted)
+    model = mlp(dtype, width=256)
+    optimizer = making(monkeypatch, None, policy=policy)(model.parameters())
+    for step in range(4):
+        found.clear()
+        optimizer.zero_grad()
+        model(batch(step).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+    assert sum(found) == reads * sum(p.numel() for p in model.parameters())
 
 
 def test_a_master_that_user_code_writes_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
