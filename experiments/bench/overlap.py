@@ -1,11 +1,12 @@
-"""How much of an update hides: serial, with gradients copied during backward, and with updates in the next forward.
+"""How much of an update hides: serial, with gradients copied in backward, updates in the next forward, or in backward.
 
     python -m experiments.overlap [--json]
 
 Trains the demo's transformer on the emulated accelerator with the proportions of an H100 node, slowed so that the
-update is a third of the forward, as long as it, and three times as long. The floor follows from exactness: an update
-starts after backward and reaches a layer before its forward, so no iteration is shorter than backward plus the longer
-of forward and update.
+update is a third of the forward, as long as it, three times as long, and as long as forward and backward together. The
+bound of updates in step follows from exactness: an update starts after backward and reaches a layer before its forward,
+so no iteration is shorter than backward plus the longer of forward and update. With updates in backward, for which there
+must be no clipping, none is shorter than the longer of forward and backward together and the update.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +35,8 @@ from perfmodel.format import MIXED, float32
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Phase, Scope
 
-UPDATE_OVER_FORWARD = (1 / 3, 1.0, 3.0)
+UPDATE_OVER_FORWARD = (1 / 3, 1.0, 3.0, None)
+"""Of its bound; None: it is as long as forward and backward together."""
 SUBGROUPS = 32
 SLOTS = 6
 BLOCK = 4
@@ -43,6 +46,7 @@ CONFIG = GPTConfig(layers=3, width=512, heads=8, context=64)
 Batch = tuple[Tensor, Tensor]
 ALONE = "compute alone"
 SCHEDULES = ("serial", "grad_overlap", "full_overlap")
+IN_BACKWARD = "in_backward"
 
 
 def iterate(model: GPT, optimizer: DOSAdam | None, batches: Sequence[Batch]) -> list[tuple[float, float]]:
@@ -79,25 +83,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         start = GPT(CONFIG).state_dict()
         corpus = Corpus(standard_library(), CONFIG.context)
         batches = corpus.batches(BLOCK * (1 + arguments.rounds), arguments.batch, seed=0)
-        rows = [measure(start, batches, ratio, progress) for ratio in UPDATE_OVER_FORWARD]
+        rows = [row for ratio in UPDATE_OVER_FORWARD for row in measure(start, batches, ratio, progress)]
     console.print(table_of("Seconds per iteration (medians) on the emulated accelerator", rows, left=0))
     return finish({"rows": rows}, console, arguments.json)
 
 
 def measure(
-    start: Mapping[str, Tensor], batches: Sequence[Batch], ratio: float, on_turn: Progress
-) -> dict[str, float | bool]:
-    """One row: compute alone and all schedules in turn, a block of iterations each; the first block warms up.
+    start: Mapping[str, Tensor], batches: Sequence[Batch], ratio: float | None, on_turn: Progress
+) -> list[dict[str, Any]]:
+    """Two rows, of updates in step and in backward: compute alone and all schedules in turn, a block of iterations each.
 
-    ratio: of the update's bound to the forward.
+    The first block warms up. ratio: see `UPDATE_OVER_FORWARD`.
     """
-    models = {name: GPT(CONFIG) for name in (ALONE, *SCHEDULES)}
+    every = (*SCHEDULES, IN_BACKWARD)
+    models = {name: GPT(CONFIG) for name in (ALONE, *every)}
     for model in models.values():
         model.load_state_dict(start)
     alone = iterate(models[ALONE], None, batches[:BLOCK])
     forward_s, whole_s = map(min, zip(*alone, strict=True))
+    ratio = whole_s / forward_s if ratio is None else ratio
     profile, workload, bound_s = slow_machine(ratio, forward_s, whole_s - forward_s)
-    optimizers = {name: optimizer_for(models[name], name, profile, workload) for name in SCHEDULES}
+    optimizers = {name: optimizer_for(models[name], name, profile, workload) for name in every}
     contestants = {name: partial(iterate, model, optimizers.get(name)) for name, model in models.items()}
     blocks = [batches[i : i + BLOCK] for i in range(0, len(batches), BLOCK)]
     turns = take_turns(contestants, blocks, warm_up=1, on_turn=on_turn)
@@ -106,20 +112,35 @@ def measure(
     forward = [forward_s for forward_s, _ in counted[ALONE]]
     backward = [whole - forward_s for forward_s, whole in counted[ALONE]]
     found = medians({"forward": forward, "backward": backward, **seconds})
-    first, *others = (bits_of(models[name]) for name in SCHEDULES)
-    return {
-        "forward_s": found["forward"],
-        "backward_s": found["backward"],
-        "update_bound_s": bound_s,
-        **{f"{schedule}_s": found[schedule] for schedule in SCHEDULES},
-        "over_floor": found["full_overlap"] / (found["backward"] + max(found["forward"], bound_s)),
-        "bits_equal": all(all_equal(first, bits) for bits in others),
-    }
+    first, *others = (bits_of(models[name]) for name in every)
+    compute = {"forward_s": found["forward"], "backward_s": found["backward"]}
+    equal = {"bits_equal": all(all_equal(first, bits) for bits in others)}
+    floor_s = found["backward"] + max(found["forward"], bound_s)
+    # Gradients go to the host meanwhile, too.
+    whole_s = lower_bound(workload, profile).seconds
+    in_backward_s = max(found["forward"] + found["backward"], whole_s)
+    return [
+        {
+            "updates": updates,
+            **compute,
+            "update_bound_s": update_s,
+            **times,
+            "iteration_s": found[name],
+            "bound_s": least_s,
+            "over_floor": found[name] / least_s,
+            **equal,
+        }
+        for updates, name, times, update_s, least_s in (
+            ("step", "full_overlap", {f"{each}_s": found[each] for each in SCHEDULES}, bound_s, floor_s),
+            ("backward", IN_BACKWARD, {}, whole_s, in_backward_s),
+        )
+    ]
 
 
 def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload: Workload) -> DOSAdam:
     """An optimizer that overlaps as the schedule says."""
-    forward_s = workload.forward_s if schedule == "full_overlap" else 0.0
+    attached = schedule in ("full_overlap", IN_BACKWARD)
+    forward_s = workload.forward_s if attached else 0.0
     known = dataclasses.replace(workload, forward_s=forward_s)
     optimizer = DOSAdam(
         model.parameters(),
@@ -129,8 +150,8 @@ def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload:
     )
     if schedule == "serial":
         optimizer._session.gradient_ready = lambda *_: None  # type: ignore[method-assign]  # no early copies
-    if schedule == "full_overlap":
-        optimizer.attach(model)
+    if attached:
+        optimizer.attach(model, updates="backward" if schedule == IN_BACKWARD else "step")
     return optimizer
 
 

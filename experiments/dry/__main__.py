@@ -1,6 +1,7 @@
 """Iterations on a GPU that is only time, beside their floors and what the machines took.
 
-    python -m experiments.dry [--machine h200] [--setting half] [--attached | --not-attached] [--json]
+    python -m experiments.dry [--machine h200] [--setting half] [--attached | --not-attached]
+        [--updates backward] [--json]
 
 All of the library's Python runs, with its threads and at its own speed, on real modules with hooks: the contest's GPT
 of 1.19 billion parameters. No byte moves and nothing is computed: the accelerator of `experiments/simdev` passes as
@@ -29,7 +30,7 @@ from experiments.simdev.build import UnavailableError, library
 
 HERE = Path(__file__).parents[2]
 COLUMNS = (
-    *("machine", "setting", "attached", "iteration_ms", "floor_ms", "physical_ms", "measured_ms"),
+    *("machine", "setting", "attached", "updates", "iteration_ms", "floor_ms", "physical_ms", "measured_ms"),
     *("host_backward_ms", "device_backward_ms", "step_before_issue_ms", "lane_gap_ms", "noise_ms", "plan"),
     "believed_forward_ms",
 )
@@ -80,6 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--setting", action="append", choices=SETTINGS, help="one of them (all); may be given again")
     parser.add_argument("--attached", action="store_const", const=True, help="only attached models")
     parser.add_argument("--not-attached", action="store_const", dest="attached", const=False, help="only others")
+    during = "when updates begin (step); in backward only of attached models"
+    parser.add_argument("--updates", choices=("step", "backward"), default="step", help=during)
     own = "in place of the setting's own, as DOSAdam takes it; may be given again"
     parser.add_argument("--policy", action="append", help=own)
     fixed = "besides, fixed policies that need no more memory; the status is 1 if adaptive is behind by more than 2%%"
@@ -101,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnavailableError as error:
         parser.error(f"the simulated accelerator is not built: {error}")
     attached = (True, False) if arguments.attached is None else (arguments.attached,)
+    if arguments.updates == "backward":
+        attached = (True,)
     settings = arguments.setting or list(SETTINGS)
     if arguments.contest:  # one of each format stands for all
         settings = list({SETTINGS[name].format: name for name in settings}.values())
@@ -121,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     arguments.layers,
                     arguments.trace,
                     dict(arguments.cost),
+                    arguments.updates,
                 )
                 runs = []
                 for number in range(arguments.repeat):

@@ -39,7 +39,7 @@ class Row:
         that do, `warm_up` more before the first turn of an adaptive policy.
     process_group: whether there is one, of this process alone. warm_up, steps: iterations that do not count, and do.
     trace: a file for cProfile's figures of the caller's thread, which then is slower.
-    costs: of the host, in place of those of `machines.Costs`, by their names.
+    costs: of the host, in place of those of `machines.Costs`, by their names. updates: as for `attach`.
     """
 
     machine: str
@@ -53,6 +53,7 @@ class Row:
     layers: int | None = None
     trace: str | None = None
     costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    updates: str = "step"
 
 
 ROUNDS, WARM_UP, UNATTACHED = 3, 2, 7
@@ -135,7 +136,8 @@ class _Trained:
         self._budget = int((round((setting.share or 0.0) * SUBGROUPS) + 0.5) * setting.format.state_bytes * self._size)
         self._switch.choose(self._policy(setting))
         if self.attach and not self._attached:
-            self.optimizer.attach(self.model)
+            # Not named where it is the default: `--dos` may be older.
+            self.optimizer.attach(self.model, **({} if self.row.updates == "step" else {"updates": self.row.updates}))
             self._attached = True
         for _ in range(warm_up):
             self.model().backward()
@@ -171,6 +173,7 @@ class _Trained:
             "machine": row.machine,
             "setting": setting.name if row.policy is None else f"{setting.name}, {row.policy}",
             "attached": row.attached,
+            "updates": row.updates,
             "iteration_ms": found.pop("iteration_ms"),
             **known,
             **found,
