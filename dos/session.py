@@ -1040,11 +1040,11 @@ class Session:
                 self.registry.watch_host(self.parameters, wanted=False)
             self.in_backward = None
             return
-        mine = set(map(id, self.parameters))
-        members = [p for p in parameters_of(model) if id(p) in mine]
-        self.registry.watch_host(members, wanted=True)
-        parts = self.registry, self.ledger, self.reconciler, self.guard, self._options.rule
-        self.in_backward = InBackward(*parts, set(map(id, members)))
+        members = set(map(id, parameters_of(model)))
+        self.registry.watch_host([p for p in self.parameters if id(p) in members], wanted=True)
+        self.in_backward = InBackward(
+            self.registry, self.ledger, self.reconciler, self.guard, self._options.rule, members
+        )
         watch_backwards(self)
 
     @entry(*UNBROKEN, enters=False)

@@ -80,6 +80,20 @@ class HostJob:
         return self.span
 
 
+def has_ended(job: Job) -> bool:
+    """Return whether a job of a device, or of the host, has ended or failed. Does not wait."""
+    if isinstance(job, HostJob):
+        return True
+    future = getattr(job, "future", None)
+    if isinstance(future, Future):
+        return future.done()
+    asked = getattr(job, "at", None)  # jobs of a device that is queued for can be asked as marks can
+    try:
+        return asked is not None and asked() is not None
+    except Exception:
+        return True  # raised to whoever waits for it
+
+
 class Mark(Protocol):
     """A place in the work that the caller queues on the device."""
 

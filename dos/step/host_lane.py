@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dos.devices import Device, Job
-from dos.devices.base import HostJob
+from dos.devices.base import HostJob, has_ended
 from dos.kernels.update import Order
 from dos.machine.threads import leave_a_core
 from dos.step.futures import reject, resolve
@@ -41,15 +41,19 @@ class Turn(NamedTuple):
 class Turns:
     """The turns of one step. Several threads take them while the caller still hands over later ones.
 
-    Turns update one at a time, in their order.
+    Turns update one at a time, in the order in which they are taken: that of the step, or, where backward hands them
+    over, by the number of their subgroup, of those whose gradients have arrived: what forward needs first comes last
+    from backward, and would wait for all that has piled up.
 
     error: the first exception of a turn or the step; no turn begins after it. whole: whether all of the step was
         issued. order: of the updates. served: whether a thread runs native updates in their order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_number: bool = False) -> None:
+        """by_number: whether backward hands them over."""
         self.error: BaseException | None = None
         self.whole = self.served = False
+        self._by_number = by_number
         self.order = Order()
         self._changed = Condition()
         self._waiting: deque[Turn] = deque()
@@ -82,7 +86,12 @@ class Turns:
             if not self._waiting:
                 return None
             self._taken += 1
-            return self._taken - 1, self._waiting.popleft()
+            if not self._by_number or len(self._waiting) == 1:
+                return self._taken - 1, self._waiting.popleft()
+            arrived = (turn for turn in self._waiting if all(map(has_ended, turn.ready)))
+            turn = min(arrived, key=lambda turn: turn.number, default=self._waiting[0])
+            self._waiting.remove(turn)
+            return self._taken - 1, turn
 
     @contextmanager
     def place(self, place: int) -> Iterator[None]:

@@ -419,7 +419,7 @@ class Ledger:
         gradients. behind: jobs that use the slots of this part, and must end before. No transit may be in flight.
         Raises as `issue`.
         """
-        turns = self._begin() if self._turns is None else self._turns
+        turns = self._begin(by_number=True) if self._turns is None else self._turns
         with self._failing(turns):
             if self.step is None:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
@@ -447,12 +447,12 @@ class Ledger:
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self) -> Turns:
-        """Begin to issue a step."""
+    def _begin(self, *, by_number: bool = False) -> Turns:
+        """Begin to issue a step. by_number: as for `Turns`."""
         self.exposed = False
         # User code may write to its views only until a step begins: no state need be mapped again after this.
         self.stores.homes.exposed.clear()
-        self._turns, self._lane_done = Turns(), None
+        self._turns, self._lane_done = Turns(by_number=by_number), None
         return self._turns
 
     def _begin_lane(self) -> None:
@@ -716,7 +716,7 @@ class Ledger:
             if self.stores.disk is not None:
                 self.stores.disk.renew()
             if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
-                self._turns, self._lane_done = Turns(), None
+                self._turns, self._lane_done = Turns(by_number=True), None
 
     def trim(self) -> None:
         """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""

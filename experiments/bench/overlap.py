@@ -5,8 +5,8 @@
 Trains the demo's transformer on the emulated accelerator with the proportions of an H100 node, slowed so that the
 update is a third of the forward, as long as it, three times as long, and as long as forward and backward together. The
 bound of updates in step follows from exactness: an update starts after backward and reaches a layer before its forward,
-so no iteration is shorter than backward plus the longer of forward and update. With updates in backward, for which there
-must be no clipping, none is shorter than the longer of forward and backward together and the update.
+so no iteration is shorter than backward plus the longer of forward and update. With updates in backward, without
+clipping, none is shorter than the longer of forward and backward together and the update.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(
     start: Mapping[str, Tensor], batches: Sequence[Batch], ratio: float | None, on_turn: Progress
 ) -> list[dict[str, Any]]:
-    """Two rows, of updates in step and in backward: compute alone and all schedules in turn, a block of iterations each.
+    """Two rows, of updates in step and in backward: compute alone and all schedules in turn.
 
-    The first block warms up. ratio: see `UPDATE_OVER_FORWARD`.
+    A block of iterations each; the first block warms up. ratio: see `UPDATE_OVER_FORWARD`.
     """
     every = (*SCHEDULES, IN_BACKWARD)
     models = {name: GPT(CONFIG) for name in (ALONE, *every)}

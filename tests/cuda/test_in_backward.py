@@ -58,8 +58,10 @@ def test_formats(policy: str, state_format: str) -> None:
     assert run(with_policy(policy, **settings), attached=True, updates="backward") == plain
 
 
-@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2", "resident"])
-@pytest.mark.parametrize("model", [Chain, OnTwoStreams, Sines])
+@pytest.mark.parametrize(
+    ("model", "policy"),
+    [(Sines, "stride:2"), *((model, policy) for model in (Chain, OnTwoStreams) for policy in ("cpu", 0.5, "resident"))],
+)
 def test_what_backward_still_reads(policy: str | float, model: type[Scales]) -> None:
     """Weights that backward reads on several streams, and saved tensors that move meanwhile."""
     settings = {"model_class": model, "layers": 12, "activations": 1.0 if model is Sines else None}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices.base import HostJob
+from dos.devices.base import HostJob, ThreadJob
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, prepare
 from dos.state.device_store import DeviceStore
@@ -315,3 +315,19 @@ def test_an_answer_that_comes_late_is_no_error() -> None:
     reject(future, ValueError())
     resolve(future, 2)
     assert future.result() == 1
+
+
+def test_turns_of_backward_are_taken_by_number_once_their_gradients_have_arrived() -> None:
+    """Forward needs the lowest number first; where none has arrived, the first that was given is waited for."""
+    arrived, coming = Future[Span](), Future[Span]()
+    arrived.set_result(Span(Lane.D2H, Op.GRADIENT, 0, 0.0, 0.0))
+    turns, plain = Turns(by_number=True), Turns()
+    for each in (turns, plain):
+        for number, future in ((5, arrived), (1, coming), (4, arrived), (3, arrived)):
+            each.give(turn(number, lambda: lambda: None)._replace(ready=(ThreadJob(future),)))
+    assert [turns.take()[1].number for _ in range(4)] == [3, 4, 5, 1]
+    assert [plain.take()[1].number for _ in range(4)] == [5, 1, 4, 3]
+    for number in (2, 1):
+        turns.give(turn(number, lambda: lambda: None)._replace(ready=(ThreadJob(coming),)))
+    assert turns.take() is not None
+    assert turns.take()[1].number == 1
