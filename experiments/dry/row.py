@@ -136,8 +136,8 @@ class _Trained:
         self._budget = int((round((setting.share or 0.0) * SUBGROUPS) + 0.5) * setting.format.state_bytes * self._size)
         self._switch.choose(self._policy(setting))
         if self.attach and not self._attached:
-            # Not named where it is the default: `--dos` may be older.
-            self.optimizer.attach(self.model, **({} if self.row.updates == "step" else {"updates": self.row.updates}))
+            how: dict[str, Any] = {} if self.row.updates == "step" else {"updates": self.row.updates}
+            self.optimizer.attach(self.model, **how)  # not named where it is the default: `--dos` may be older
             self._attached = True
         for _ in range(warm_up):
             self.model().backward()
