@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -45,8 +46,8 @@ _AGAIN = (
 )
 
 _READ = (
-    "a module that has a parameter of shape {} ran in the backward that has already updated it, as where checkpointing "
-    "recomputes it: it would compute with the new weights; attach the model again, which makes the next iteration "
+    "a parameter of shape {} was read in the backward that has already updated it, as where checkpointing recomputes "
+    "its module: that would compute with the new weights; attach the model again, which makes the next iteration "
     "update in step() and look anew, or attach it without updates='backward'"
 )
 
@@ -118,14 +119,14 @@ TOUCHED = (
 class Run:
     """One backward that user code has begun, with those that it runs within itself, as reentrant checkpointing does.
 
-    updates: whether it is a step; False within `no_update()`. double: whether it makes a graph of its own.
+    double: whether it makes a graph of its own. updates: whether it is a step; False within `no_update()`.
     began: whether it has written a gradient of the attached model. issued: whether it has updated anything.
     alone: whether no other thread ran a backward meanwhile.
-    times: how often it has written each gradient. read: that number when a module with the parameter ran last in it.
+    times: how often it has written each gradient. read: that number when the parameter was read last in it.
     """
 
-    updates: bool
     double: bool
+    updates: bool = False
     began: bool = False
     issued: bool = False
     alone: bool = True
@@ -194,13 +195,12 @@ class InBackward:
 
     # Which backward is a step.
 
-    def begin(self, *, double: bool) -> Run:
-        """Return a backward that begins."""
-        run = Run(updates=not self.held and not accumulating(), double=double, alone=not self._runs)
+    def begin(self, run: Run) -> None:
+        """Begin a backward."""
+        run.updates, run.alone = not self.held and not accumulating(), not self._runs
         for other in self._runs:
             other.alone = False
         self._runs.append(run)
-        return run
 
     def end(self, run: Run, parameters: Iterable[Tensor]) -> None:
         """End a backward. parameters: of the optimizer. Its gradients that wait for `step()` leave `p.grad`."""
@@ -208,15 +208,17 @@ class InBackward:
         if not run.began or not run.updates:
             return
         self.unended = True
-        late = {p for p, times in run.read.items() if times == run.times.get(p)}
-        self._learned = Learned(run.times, self._learned.late | late)
+        if run.alone:  # else some gradients were not counted
+            late = {p for p, times in run.read.items() if times == run.times.get(p)}
+            self._learned = Learned(run.times, self._learned.late | late)
         for p in parameters:
             if id(p) in self.members and p.grad is not None:
                 self._kept[p], p.grad = p.grad, None
 
     def fail(self, run: Run, error: BaseException) -> None:
-        """End a backward that has raised. If it has updated anything, the optimizer is broken."""
-        self._runs.remove(run)
+        """End a backward that has raised, even as it began. If it has updated anything, the optimizer is broken."""
+        if run in self._runs:
+            self._runs.remove(run)
         if run.issued:
             failure = self._guard.failure(error)
             self._ledger.abandon(error if isinstance(error, Exception) else failure)
@@ -233,17 +235,25 @@ class InBackward:
         """The backward that runs; None: none, or several at once, of which no gradient can be told apart."""
         return self._runs[0] if len(self._runs) == 1 else None
 
-    def check_use(self, parameters: Iterable[Tensor]) -> None:
-        """Raise RuntimeError if a module is about to compute with parameters of which backward has updated some."""
-        if not self._runs:
+    def reads(self) -> bool:
+        """Return whether a backward reads what this thread reads; another thread's forward is none of its."""
+        return bool(self._runs) and in_backward()
+
+    def check_use(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether a backward is about to read these parameters, whose last use is later then.
+
+        Raises RuntimeError if it has updated any of them, or if others read while only some parameters are updated.
+        """
+        if not self.reads():
             self.check_whole()
-            return
+            return False
         for p in parameters:
             if self._is_updated(self._registry.record(p)):
                 raise RuntimeError(_READ.format(tuple(p.shape)))
             for run in self._runs:
                 if p in run.times:
                     run.read[p] = run.times[p]
+        return True
 
     def _is_updated(self, record: ParameterRecord | None) -> bool:
         """Return whether backward has updated any of a parameter."""
@@ -384,7 +394,7 @@ class InBackward:
     def _completed(self, record: ParameterRecord) -> None:
         """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
         self.complete.append((record, self._groups[id(record.parameter)]))
-        record.parameter.grad = None
+        record.parameter.grad = self._given[record.number] = None
 
     # The step.
 
@@ -508,13 +518,17 @@ def _run(
     # torch.autograd.grad() writes no p.grad. A backward within another one belongs to that.
     if not accumulate_grad or not _sessions or in_backward():
         return run()
-    runs = [(session, session.run_begins(double=create_graph)) for session in list(_sessions)]
-    try:
-        found = run()
-    except BaseException as error:
+    runs = [(session, Run(create_graph)) for session in list(_sessions)]
+    # All are told, even if one raises: a backward that has not ended for a session would stop its updates.
+    with contextlib.ExitStack() as ends:
+        try:
+            for session, each in runs:
+                session.run_begins(each)
+            found = run()
+        except BaseException as error:
+            for session, each in runs:
+                ends.callback(session.run_failed, each, error)
+            raise
         for session, each in runs:
-            session.run_failed(each, error)
-        raise
-    for session, each in runs:
-        session.run_ends(each)
+            ends.callback(session.run_ends, each)
     return found

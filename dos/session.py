@@ -433,6 +433,11 @@ class Session:
         """Return whether the present work is being captured in a CUDA graph, whose replays run no hooks. For hooks."""
         return self.on_device is not None and self.on_device.device.capturing()
 
+    def reads_in_backward(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether a backward that may update is about to read these. Raises as `InBackward.check_use`."""
+        mode = self.in_backward
+        return mode is not None and mode.reads() and mode.check_use(parameters)
+
     def check_whole(self) -> None:
         """Raise RuntimeError if backward has updated some of the parameters, and others wait for `step()`."""
         if self.in_backward is not None:
@@ -711,23 +716,31 @@ class Session:
     # Updates during backward.
 
     @entry(*ANY, hook=True)
-    def run_begins(self, *, double: bool) -> Run:
-        """Note that user code begins a backward. double: whether it makes a graph of its own."""
-        assert self.in_backward is not None, "it is told only then"
-        return self.in_backward.begin(double=double)
+    def run_begins(self, run: Run) -> None:
+        """Note that user code begins a backward."""
+        if self.in_backward is not None:
+            self.in_backward.begin(run)
 
     @entry(*ANY, hook=True)
     def run_ends(self, run: Run) -> None:
         """Note that a backward has ended."""
         if self.in_backward is not None:
             self.in_backward.end(run, self.parameters)
-            self._wait_before_reads()
+            self._watch_reads()
 
     @entry(*ANY, hook=True)
     def run_failed(self, run: Run, error: BaseException) -> None:
         """Note that a backward has raised `error`. If it has updated anything, the optimizer is broken."""
         if self.in_backward is not None:
             self.in_backward.fail(run, error)
+            self._watch_reads()
+
+    def _watch_reads(self) -> None:
+        """Wait before user code reads parameters of which backward's updates run; else do not look at reads."""
+        if self.ledger.unfinished:
+            self._wait_before_reads()
+        elif self.attachment is not None:
+            self.attachment.end_waiting()
 
     @torch.no_grad()
     @entry(*ANY, hook=True)
@@ -751,6 +764,8 @@ class Session:
             return
         if not run.began:
             run.began = True
+            if self.attachment is not None:  # what recomputes in this backward may read past a module's forward
+                self.attachment.wait_before_reads()
             self._begin_in_backward(mode, run)
         mode.ready(parameter)
 

@@ -169,7 +169,10 @@ class Attachment:
 
     def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
         """Wait for the updates of a module's parameters, which user code is about to read or write."""
-        self.finish(p for p in parameters if p is not None)
+        found = [p for p in parameters if p is not None]
+        watcher = self._watcher()
+        if watcher is not None and not watcher.reads_in_backward(found):
+            self.finish(found)
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -232,8 +235,7 @@ class Attachment:
         mode = watcher.in_backward
         if mode is None or not mode.under_way:
             return False
-        mode.check_use(self._own(module, recurse=recurse))
-        return mode.run is not None
+        return mode.check_use(self._own(module, recurse=recurse))
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
         """Wait for the updates of these shards, which FSDP2 is about to read on the present stream."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dos import DOSAdam
 from dos.activations.offload import ActivationOffload
+from dos.in_backward import InBackward
 from dos.session import Session
 
 
@@ -68,3 +69,10 @@ def stopped_at(number: int, *, taken: bool = False) -> Iterator[list[Tensor]]:
 
     with patch.object(Session, "gradient_ready", stop):
         yield leaves
+
+
+def in_backward(optimizer: DOSAdam) -> InBackward:
+    """The updates during backward of an optimizer that has them."""
+    found = session_of(optimizer).in_backward
+    assert found is not None
+    return found

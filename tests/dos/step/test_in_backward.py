@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dos import DOSAdam
+from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
+from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
@@ -111,6 +113,11 @@ class Parts(nn.Module):
             scale = self.first(x)
         return (self.other(x) * scale).tanh()
 
+    def functional(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = nn.functional.linear(x, self.first.weight)
+        return (self.other(x) * scale).tanh()
+
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "twice":
             x = self.both(self.first(x))
@@ -120,13 +127,25 @@ class Parts(nn.Module):
             x = checkpoint(self.both, x, use_reentrant=reentrant)
         elif self.kind == "once outside":
             x = checkpoint(self.both, self.first(x), use_reentrant=True)
+        elif self.kind.startswith("read by a function"):
+            reentrant = "reentrant" in self.kind
+            x = self.first(checkpoint(self.functional, x.requires_grad_(), use_reentrant=reentrant))
         else:
             x = self.first(checkpoint(self.unseen, x, use_reentrant=False))
         return self.last(x)
 
 
 @pytest.mark.parametrize(
-    "kind", ["twice", "recomputed", "recomputed, reentrant", "once outside", "read without a gradient"]
+    "kind",
+    [
+        "twice",
+        "recomputed",
+        "recomputed, reentrant",
+        "once outside",
+        "read without a gradient",
+        "read by a function",
+        "read by a function, reentrant",
+    ],
 )
 @pytest.mark.parametrize("place", ["host", "cpu", "stride:2", "resident"])
 def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind: str) -> None:
@@ -137,8 +156,8 @@ def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind
 def test_a_use_that_no_backward_before_had_is_refused(place: Any) -> None:
     """Where a weight is needed after its update, backward raises, and the optimizer is broken."""
     for before, kind, message in (
-        ("twice", "read without a gradient", "ran in the backward that has already updated it"),
-        ("recomputed", "recomputed, reentrant", "ran in the backward that has already updated it"),
+        ("twice", "read without a gradient", "was read in the backward that has already updated it"),
+        ("recomputed", "recomputed, reentrant", "was read in the backward that has already updated it"),
         ("recomputed", "once outside", "came once more"),
     ):
         model = Parts(before)
@@ -151,6 +170,58 @@ def test_a_use_that_no_backward_before_had_is_refused(place: Any) -> None:
             loss_of(model, 3).backward()
         with pytest.raises(RuntimeError, match="step 3 was the last complete one"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+def test_a_hook_of_backward_sees_the_weights_of_before(place: Any) -> None:
+    """One that reads a weight of its module makes that wait for `step()`."""
+    seen: dict[str, list[bytes]] = {}
+    for updates in ("step", "backward"):
+        model, found = mlp(), seen.setdefault(updates, [])
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                layer.register_full_backward_hook(lambda m, *_: found.append(bits([m.weight])[0]))
+        trained(model, updates, place)
+    assert seen["step"] == seen["backward"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_are_released_in_backward(place: Any) -> None:
+    model = mlp()
+    optimizer = attached(model, place=place)
+    written: list[weakref.ref[Tensor]] = []
+    for p in model.parameters():
+        p.register_hook(lambda gradient: written.append(weakref.ref(gradient)))
+    for step in range(3):
+        loss_of(model, step).backward()
+        if step:
+            optimizer.synchronize()
+            gc.collect()
+            assert len(written) == len(list(model.parameters()))
+            assert not any(gradient() is not None for gradient in written)
+        optimizer.step()
+        written.clear()
+
+
+def test_a_backward_that_is_interrupted_as_it_begins_stops_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = attached(model)
+    begin = InBackward.begin
+    for step in range(4):
+        if step == 2:
+            with monkeypatch.context() as patch:
+
+                def interrupted(mode: InBackward, run: Run) -> None:
+                    begin(mode, run)
+                    raise KeyboardInterrupt
+
+                patch.setattr(InBackward, "begin", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    loss_of(model, step).backward()
+        loss_of(model, step).backward()
+        assert step == 0 or not any(p.grad is not None for p in model.parameters())
+        assert step == 0 or in_backward(optimizer).issued
+        optimizer.step()
 
 
 def test_a_kept_graph_raises_as_in_autograd() -> None:
