@@ -68,6 +68,9 @@ static_assert(sizeof(dos::AdamRun) == 14 * 8, "dos/kernels/update.py writes 14 w
 }  // namespace
 
 NB_MODULE(_adam, module) {
+  // A forked child ends without the frames of its parent's threads, which refer to an Order: that is no leak of ours.
+  nb::set_leak_warnings(false);
+
   module.def("instruction_sets", instruction_sets);
 
   // runs: the address of `count` AdamRun; scalars: AdamScalars in order, in double precision.

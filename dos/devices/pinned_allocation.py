@@ -73,7 +73,8 @@ def library() -> Any:
     """Return the CUDA runtime's library that torch has loaded, as ctypes knows it; None without one, and for ROCm."""
     if torch.version.cuda is None:
         return None
+    major = torch.version.cuda.split(".")[0]
     try:
-        return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        return ctypes.CDLL(f"libcudart.so.{'11.0' if major == '11' else major}")  # the names that the library has
     except OSError:
         return None

@@ -180,7 +180,7 @@ def test_a_hook_of_backward_sees_the_weights_of_before(place: Any) -> None:
         model, found = mlp(), seen.setdefault(updates, [])
         for layer in model:
             if isinstance(layer, nn.Linear):
-                layer.register_full_backward_hook(lambda m, *_: found.append(bits([m.weight])[0]))
+                layer.register_full_backward_hook(lambda m, *_, found=found: found.append(bits([m.weight])[0]))
         trained(model, updates, place)
     assert seen["step"] == seen["backward"]
 
