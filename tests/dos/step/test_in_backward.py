@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
+import signal
+import threading
 import weakref
 from typing import Any
 
@@ -543,4 +546,64 @@ def test_switching_back_to_updates_in_step() -> None:
             loss_of(each, step).backward()
             own.step()
             own.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_a_fork_between_backward_and_step() -> None:
+    """A data loader's worker begins there; the child waits for nothing, and the parent goes on."""
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        optimizer = attached(model, updates, "cpu")
+        for step in range(4):
+            loss_of(model, step).backward()
+            child = os.fork()
+            if not child:
+                signal.alarm(20)  # it would wait for ever
+                optimizer.synchronize()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+
+
+def test_ctrl_c_in_backward_leaves_half_a_step_that_is_known() -> None:
+    model = mlp()
+    optimizer = attached(model, subgroup_size=25)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    handle = model[0].weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model, 3).backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="step 3 was the last complete one"):
+        optimizer.step()
+
+
+def test_backwards_of_another_thread_make_updates_wait_for_step() -> None:
+    """Gradients of two backwards at once cannot be told apart."""
+    model, twin, other = mlp(), mlp(), nn.Linear(24, 7)
+    optimizer, plain = attached(model), attached(twin, "step")
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(gradient: Tensor) -> None:
+        inside.set()
+        leave.wait(20)
+
+    other.weight.register_hook(wait)
+    for step in range(4):
+        beside = threading.Thread(target=lambda: loss_of(other, 0).backward())
+        if step == 2:
+            beside.start()
+            assert inside.wait(20)
+        for each, own in ((model, optimizer), (twin, plain)):
+            loss_of(each, step).backward()
+            own.step()
+            own.zero_grad()
+        if step == 2:
+            leave.set()
+            beside.join()
     assert everything(model, optimizer) == everything(twin, plain)
