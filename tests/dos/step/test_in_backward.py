@@ -65,10 +65,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
-    ("dtype", "state_format"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "int8"), (torch.float16, None)],
+    ("dtype", "state_format", "micro_batches"),
+    [(torch.float32, None, 1), (torch.bfloat16, None, 3), (torch.bfloat16, "int8", 1), (torch.float16, None, 1)],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_same_bits_as_updates_in_step(
@@ -150,7 +149,7 @@ class Parts(nn.Module):
         "read by a function, reentrant",
     ],
 )
-@pytest.mark.parametrize("place", ["host", "cpu", "stride:2", "resident"])
+@pytest.mark.parametrize("place", ["cpu", "stride:2"])
 def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind: str) -> None:
     assert trained(Parts(kind), "backward", place) == trained(Parts(kind), "step", place)
 
@@ -304,7 +303,7 @@ def test_gradients_that_come_in_some_backwards_only() -> None:
             self.used += 1
             return self.last(self.experts[self.used % 4](self.experts[self.used // 3 % 4](x)))
 
-    for place in ("host", "cpu", "stride:2", "resident"):
+    for place in ("host", "stride:2"):
         expected = trained(Experts(), "step", place, 9, subgroup_size=400)
         assert trained(Experts(), "backward", place, 9, subgroup_size=400) == expected
 
@@ -434,7 +433,7 @@ def test_state_is_not_read_between_backward_and_step() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("place", ["host", "cpu", "stride:2", "resident"])
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
 def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: Any) -> None:
     class Raising(nn.Module):
         def __init__(self) -> None:
@@ -469,7 +468,7 @@ def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: An
 
 def test_changes_by_user_code_between_steps() -> None:
     """Parameters, state and masters that user code writes to, memory that moves home, another attach."""
-    for place in ("host", "cpu", "stride:2", "resident", 0.5):
+    for place in ("host", "stride:2", 0.5):
         found = []
         for updates in ("step", "backward"):
             model = mlp(torch.bfloat16)

@@ -20,7 +20,7 @@ from tests.support.training import FAST, SLOW, bits
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
-SEEDS = int(os.environ.get("DOS_CALLS", "62")) // 6
+SEEDS = int(os.environ.get("DOS_CALLS", "62")) // 10
 
 
 class Machine:
