@@ -237,6 +237,28 @@ def test_a_kept_graph_raises_as_in_autograd() -> None:
         loss.backward()
 
 
+def test_a_weight_that_backward_reads_later_without_its_gradient_raises_as_in_autograd() -> None:
+    """An operation has saved it detached, so that no gradient tells of this use: the version does, which has risen."""
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other, self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.linear(self.other(x), self.first.weight.detach())
+            return self.last(self.first(x))
+
+    model = Detached()
+    optimizer = attached(model, place="resident")  # whose kernels raise no version
+    loss_of(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match="step 1 was the last complete one"):
+        optimizer.step()
+
+
 def test_a_backward_before_step_is_refused_with_nothing_changed() -> None:
     model = mlp()
     optimizer = attached(model)
