@@ -78,9 +78,9 @@ class WeightHomes:
         for number, (module, mine) in enumerate(members.items()):
             blocks[module] = self._make(number, mine, there, streams=number not in stays)
         self.stream = WeightStream(self._device, model, blocks, there, watcher, lock)
-        known = {arena for block in blocks.values() for arena in block.arenas}
+        inside = {id(m.parameter) for mine in members.values() for m in mine}  # also those that were frozen since
         for record in self._registry.records.values():
-            record.arena.weights &= record.arena in known  # else it would not go with a block that the model has lost
+            record.arena.weights &= id(record.parameter) in inside  # else it would not go with a block that has gone
         # A block that has been unfrozen since has its new subgroups behind all others.
         order = (id(piece.record.parameter) for s in self._registry.accelerated for piece in s.pieces)
         self._registry.order_by_use(self.together(order))

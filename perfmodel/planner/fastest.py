@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,25 +95,30 @@ def fastest(question: Question) -> Fastest | None:
     All are taken that the question permits. Then each is left out with which the job is not faster by more than
     WORTHWHILE, in two orders: checkpointing is slower than saved tensors on the host for some jobs, faster for others.
     """
-    allowed = [choice for choice in CHOICES if _with(question, [choice]) is not None]
-    ways = [_fewest(question, allowed, order) for order in (allowed, [*allowed[1:], *allowed[:1]])]
+    allowed = [n for n, choice in enumerate(CHOICES) if _with(question, [choice]) is not None]
+
+    @functools.cache
+    def found(taken: tuple[int, ...]) -> Fastest | None:
+        return _at_best(question, [CHOICES[n] for n in taken])
+
+    ways = [_fewest(found, allowed, order) for order in (allowed, [*allowed[1:], *allowed[:1]])]
     return max(filter(None, ways), key=lambda each: each.tokens_per_s, default=None)
 
 
-def _fewest(question: Question, taken: _Choices, order: _Choices) -> Fastest | None:
-    """Leave out of the choices, in an order, those that are not worthwhile; None if no part of them fits."""
-    found = best = _at_best(question, taken)
+def _fewest(
+    found: Callable[[tuple[int, ...]], Fastest | None], taken: Sequence[int], order: Sequence[int]
+) -> Fastest | None:
+    """Leave out choices, in an order, that are not worthwhile; None if no part of them fits. found: at their best."""
+    result = best = found(tuple(taken))
     for choice in (*order, *order):  # twice: one that was worthwhile may not be without another
-        if choice not in taken:
-            continue
-        fewer = [each for each in taken if each is not choice]
-        without = _at_best(question, fewer)
+        fewer = [each for each in taken if each != choice]
+        without = found(tuple(fewer)) if choice in taken else None
         if without is None or (best and without.tokens_per_s < (1 - WORTHWHILE) * best.tokens_per_s):
             continue
-        taken, found = fewer, without
+        taken, result = fewer, without
         # The fastest of all stays the measure: else a little would be lost with each that is left out.
         best = max(filter(None, (best, without)), key=lambda each: each.tokens_per_s)
-    return found
+    return result
 
 
 def _with(question: Question, taken: _Choices) -> Question | None:

@@ -93,6 +93,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_check_ends_with_what_it_has_started_when_its_caller_is_killed(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_what_there_is_no_time_for_is_not_run(tmp_path: Path) -> None:
 RAN = ("environment", "contest", "overlap")
 
 
+@pytest.mark.slow
 def test_results_have_every_figure_and_say_where_and_when(tmp_path: Path) -> None:
     status, results = run(tmp_path, "--minutes=5", f"--only={','.join(RAN)}")
     assert status == 0, results["failed"]

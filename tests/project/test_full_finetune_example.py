@@ -34,12 +34,12 @@ WAYS = pytest.mark.parametrize(
     "way",
     [
         pytest.param(LOOP, id="loop"),
-        pytest.param(TRAINER, id="trainer", marks=pytest.mark.slow),
+        pytest.param(TRAINER, id="trainer"),
         pytest.param(STREAM, id="loop, streams", marks=pytest.mark.slow),
-        pytest.param([*STREAM, *TRAINER], id="trainer, streams"),
+        pytest.param([*STREAM, *TRAINER], id="trainer, streams", marks=pytest.mark.slow),
     ],
 )
-"""The fast ones differ in both."""
+"""Of those that stream, test_weights_stream has fast ones."""
 Example = dict[str, Any]
 
 

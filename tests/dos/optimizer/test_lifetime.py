@@ -117,6 +117,7 @@ print(bytes_on_disk(folder) > 0)
 """
 
 
+@pytest.mark.slow
 def test_state_can_be_saved_when_the_interpreter_ends_and_files_go(tmp_path: Path) -> None:
     assert python("-c", AT_EXIT, tmp_path) == 9 * "True\n"
     assert not files(tmp_path)

@@ -33,7 +33,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 POLICIES = ("cpu", 0.5, "stride:1", "resident", "adaptive")
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     weights=st.sampled_from([0, 1, 3, 0.5, 1.0, "auto"]),
     policy=st.sampled_from(POLICIES),
