@@ -30,9 +30,9 @@ quick: lint
 	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" tests/test_layering.py $(PACKAGE)
 
 # A GPU is hidden from all but tests/cuda: ranks, emulated devices and forks are meant to be on the CPU.
-# Three workers: tests wait a third of their time. Long files first, during which other workers would be idle at the end.
+# Four workers: tests wait a third of their time. Long files first, during which other workers would be idle at the end.
 test: $(COMPLETE)
-	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 3 --dist loadfile --no-loadscope-reorder tests/simdev tests/experiments tests/project tests --ignore tests/cuda
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 4 --dist loadfile --no-loadscope-reorder tests/simdev tests/experiments tests/project tests --ignore tests/cuda
 	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
 	$(BIN)/python -m pytest -q -r s -n 2 --dist load tests/cuda
 
