@@ -135,7 +135,7 @@ class Run:
 
 
 class Learned(NamedTuple):
-    """What the last backward that was a step has shown.
+    """The findings of the last backward that was a step.
 
     times: how often it has written each gradient: the last time it is final. late: the parameters that a module has
         read after that, which wait for `step()`.

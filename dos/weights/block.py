@@ -17,7 +17,7 @@ from perfmodel import Op
 
 
 class OnDevice:
-    """What the blocks of a model take of the device, which is counted as they change; may be read from any thread.
+    """The bytes of the device that the blocks of a model take, counted as they change; may be read from any thread.
 
     nbytes: the bytes of all blocks that are filled. streaming: the number of those of them that stream.
     """
