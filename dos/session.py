@@ -726,17 +726,19 @@ class Session:
         """Note that a backward has ended."""
         if self.in_backward is not None:
             self.in_backward.end(run, self.parameters)
-            self._watch_reads()
+            self._watch_reads(run)
 
     @entry(*ANY, hook=True)
     def run_failed(self, run: Run, error: BaseException) -> None:
         """Note that a backward has raised `error`. If it has updated anything, the optimizer is broken."""
         if self.in_backward is not None:
             self.in_backward.fail(run, error)
-            self._watch_reads()
+            self._watch_reads(run)
 
-    def _watch_reads(self) -> None:
-        """Wait before user code reads parameters of which backward's updates run; else do not look at reads."""
+    def _watch_reads(self, run: Run) -> None:
+        """Wait before user code reads parameters of which this backward's updates run; else look at no more reads."""
+        if not run.updates:
+            return
         if self.ledger.unfinished:
             self._wait_before_reads()
         elif self.attachment is not None:
@@ -764,8 +766,6 @@ class Session:
             return
         if not run.began:
             run.began = True
-            if self.attachment is not None:  # what recomputes in this backward may read past a module's forward
-                self.attachment.wait_before_reads()
             self._begin_in_backward(mode, run)
         mode.ready(parameter)
 
@@ -775,6 +775,8 @@ class Session:
             self._settle()  # the host may still update from the memory to which this backward sends its gradients
         if not run.updates:
             return
+        if self.attachment is not None:  # what recomputes in this backward may read past a module's forward
+            self.attachment.wait_before_reads()
         mode.remember_settings(self.groups)
         if not mode.knows or any(other.unfinished for other in self.registry.watching.others()):
             return

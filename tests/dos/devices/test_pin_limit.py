@@ -155,6 +155,16 @@ def trained(runtime: Runtime, **settings: object) -> tuple[DOSAdam, nn.Parameter
     return optimizer, parameter
 
 
+def assert_trained_as_by_adamw(parameter: Tensor) -> None:
+    """After the steps of `trained`."""
+    reference = nn.Parameter(torch.ones(NUMEL))
+    adamw = torch.optim.AdamW([reference])
+    for _ in range(2):
+        reference.grad = torch.ones_like(reference)
+        adamw.step()
+    torch.testing.assert_close(parameter, reference)
+
+
 def test_reading_state_costs_one_failed_call(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     runtime.most_at_once = 4 * MIB
     optimizer, parameter = trained(runtime, policy="cpu")
@@ -166,12 +176,7 @@ def test_reading_state_costs_one_failed_call(runtime: Runtime, caplog: pytest.Lo
         entry["exp_avg"].to("cuda")
     assert "copy its .clone() there" in caplog.text
     assert "Host memory: 0.06 of 0.06 GiB pinned" in optimizer.explain().splitlines()
-    reference = nn.Parameter(torch.ones(NUMEL))
-    adamw = torch.optim.AdamW([reference])
-    for _ in range(2):
-        reference.grad = torch.ones_like(reference)
-        adamw.step()
-    torch.testing.assert_close(parameter, reference)
+    assert_trained_as_by_adamw(parameter)
 
 
 def test_each_part_is_too_large(runtime: Runtime) -> None:
@@ -211,12 +216,7 @@ def test_where_nothing_is_registered_the_runtime_allocates_what_transfers_need_m
     part = arena.gradient[MIB : 2 * MIB]
     pinned.unpin(part, part)
     assert runtime.pinned == 32 * MIB, "it is pinned as long as it is there"
-    reference = nn.Parameter(torch.ones(NUMEL))
-    adamw = torch.optim.AdamW([reference])
-    for _ in range(2):
-        reference.grad = torch.ones_like(reference)
-        adamw.step()
-    torch.testing.assert_close(parameter, reference)
+    assert_trained_as_by_adamw(parameter)
 
 
 def test_what_the_runtime_does_not_allocate_is_not_asked_for_again(runtime: Runtime) -> None:

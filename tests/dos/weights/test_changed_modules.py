@@ -86,17 +86,23 @@ def freeze(model: Blocks, _: Any) -> None:
     model.blocks[1].requires_grad_(False)
 
 
+def changed(change: Callable[[Any, Any], None], weights: Any) -> tuple[Blocks, Any]:
+    """A model that was changed after its first steps, and its optimizer. weights: of `attach`; None: AdamW's."""
+    model = Blocks()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01) if weights is None else streaming(model)
+    if weights is not None:
+        optimizer.attach(model, weights=weights)
+    steps(model, optimizer, 0)
+    change(model, optimizer)
+    return model, optimizer
+
+
 @pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
 @pytest.mark.parametrize("change", [remove, remove_both, append, exchange_blocks, freeze])
 def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], None], weights: Any) -> None:
     ends = []
     for ours in (True, False):
-        model = Blocks()
-        optimizer: Any = streaming(model) if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
-        if ours:
-            optimizer.attach(model, weights=weights)
-        steps(model, optimizer, 0)
-        change(model, optimizer)
+        model, optimizer = changed(change, weights if ours else None)
         if ours:
             optimizer.attach(model, weights=weights)
         steps(model, optimizer, 2)
@@ -132,12 +138,7 @@ def test_blocks_stream_on_where_state_is_made_anew_or_left_out(
     """Without another attach(): each block still has subgroups of its own, at home where it streams."""
     ends, found = [], []
     for ours in (True, False):
-        model = Blocks()
-        optimizer: Any = streaming(model) if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
-        if ours:
-            optimizer.attach(model, weights=weights)
-        steps(model, optimizer, 0)
-        change(model, optimizer)
+        model, optimizer = changed(change, weights if ours else None)
         steps(model, optimizer, 2, 3)
         if ours:
             optimizer.synchronize()
