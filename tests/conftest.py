@@ -20,7 +20,8 @@ from tests.support.races import checking
 from tests.support.ranks import TORCH_2_6, Ranks, needs_fsdp2
 from tests.support.training import FAST
 
-settings.register_profile("tests", deadline=None, print_blob=True)  # shared machines are too noisy for deadlines
+EXAMPLES = int(os.environ.get("DOS_EXAMPLES", "50"))
+settings.register_profile("tests", max_examples=EXAMPLES, deadline=None, print_blob=True)  # machines are too noisy
 settings.load_profile("tests")
 
 LONGEST = ("test_ddp.py", "test_stateful.py", "test_interrupts.py", "test_full_finetune_example.py", "test_package.py")

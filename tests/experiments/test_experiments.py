@@ -123,9 +123,15 @@ SETTINGS = {
 }
 
 
-def small(module: ModuleType, arguments: str, sensible: Callable[[Rows, Any], None], **values: Any) -> Any:
+def small(
+    module: ModuleType,
+    arguments: str,
+    sensible: Callable[[Rows, Any], None],
+    *marks: pytest.MarkDecorator,
+    **values: Any,
+) -> Any:
     """An experiment at its smallest size. sensible: checks its rows and its line of JSON. values: of its module."""
-    return pytest.param(module, arguments, sensible, values, id=module.__name__.rpartition(".")[2])
+    return pytest.param(module, arguments, sensible, values, id=module.__name__.rpartition(".")[2], marks=marks)
 
 
 EXPERIMENTS = (
@@ -145,11 +151,20 @@ EXPERIMENTS = (
         emulated_updates_are_no_faster_than_simulated,
         machines=lambda: [emulation.Machine("h100", SLOW, 500_000, 16)],
     ),
-    small(activations, "--rounds 1", saved_tensors_move_within_the_capacity, BLOCK=2, WARM_UP=0, SETTINGS=SETTINGS),
+    small(
+        activations,
+        "--rounds 1",
+        saved_tensors_move_within_the_capacity,
+        pytest.mark.slow,
+        BLOCK=2,
+        WARM_UP=0,
+        SETTINGS=SETTINGS,
+    ),
     small(
         formats,
         "--steps 2 --seeds 1 --width 32 --layers 1 --processes 1",
         bytes_are_those_of_the_format,
+        pytest.mark.slow,
         TIMED_NUMEL=1 << 18,
         TIMED_S=0.02,
         HARD_STEPS=20,
@@ -158,6 +173,7 @@ EXPERIMENTS = (
         disk,
         "--rounds 1",
         shares_on_disk_are_read_and_written,
+        pytest.mark.slow,
         WARM_UP=1,
         FULL_S=0.1,
         file_system=lambda folder, effort: disk.throttled(),

@@ -39,7 +39,10 @@ WAYS = pytest.mark.parametrize(
         pytest.param([*STREAM, *TRAINER], id="trainer, streams", marks=pytest.mark.slow),
     ],
 )
-"""Of those that stream, test_weights_stream has fast ones."""
+"""Of those that stream, test_weights_stream has a fast one."""
+LOOP_FIRST = pytest.mark.parametrize(
+    "way", [pytest.param(LOOP, id="loop"), pytest.param(TRAINER, id="trainer", marks=pytest.mark.slow)]
+)
 Example = dict[str, Any]
 
 
@@ -86,7 +89,7 @@ def test_there_is_nothing_to_resume(example: Example, tmp_path: Path, capsys: py
     assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+@LOOP_FIRST
 def test_it_fits_where_nothing_else_does(way: list[str], example: Example) -> None:
     """Weights, gradients, what autograd saves and state count: neither AdamW fits, nor all gradients."""
     names = example["main"].__globals__
@@ -138,7 +141,7 @@ def test_the_plan_of_tiny_keeps_streams_and_leaves_state_to_the_cpu(
     assert "Nothing fits" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("way", [LOOP, TRAINER], ids=["loop", "trainer"])
+@LOOP_FIRST
 def test_weights_stream_with_the_same_losses_where_they_do_not_fit(way: list[str], example: Example) -> None:
     names = example["main"].__globals__
     devices: list[EmulatedDevice] = []
@@ -165,7 +168,7 @@ def test_weights_stream_with_the_same_losses_where_they_do_not_fit(way: list[str
     assert example["main"](arguments) == losses
 
 
-@WAYS
+@LOOP_FIRST
 def test_state_that_the_host_has_no_room_for_is_on_disk(way: list[str], example: Example, tmp_path: Path) -> None:
     """With the same losses. The host has 6 of the 14 bytes that a parameter takes, 8 where 2 are the weights."""
     names, on_disk = example["main"].__globals__, []

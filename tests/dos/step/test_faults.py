@@ -18,7 +18,7 @@ from tests.support.programs import PROGRAMS, STEPS, Program, Training, expected,
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-FAULTS = int(os.environ.get("DOS_FAULTS", "150"))
+FAULTS = int(os.environ.get("DOS_FAULTS", "80"))
 """How many, over all programs."""
 
 

@@ -85,7 +85,15 @@ class Attention(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("size", "policy"), [*((700, policy) for policy in POLICIES), (5000, "adaptive")])
+@pytest.mark.parametrize(
+    ("size", "policy"),
+    [
+        (700, "cpu"),
+        (700, "stride:1"),
+        (5000, "adaptive"),
+        *(pytest.param(700, policy, marks=pytest.mark.slow) for policy in ("resident", 0.5, "adaptive")),
+    ],
+)
 def test_blocks_with_weights_that_are_read_past_their_modules(policy: Any, size: int) -> None:
     def run(weights: Any) -> list[bytes]:
         model = Attention()

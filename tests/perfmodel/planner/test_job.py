@@ -185,7 +185,7 @@ def test_a_faster_network_never_costs_time(drawn: dict[str, Any], factor: float)
 
 
 @given(JOBS, st.booleans(), st.sampled_from([0.0, 0.5]))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_no_resource_works_longer_than_the_iteration_lasts(
     drawn: dict[str, Any], gradients: bool, share: float
 ) -> None:

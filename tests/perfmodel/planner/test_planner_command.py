@@ -320,6 +320,7 @@ def test_a_model_by_its_name_on_the_hub(reference: bool, tmp_path: Path, monkeyp
         asked(name, "--machine", "h100")
 
 
+@pytest.mark.slow
 def test_assumptions_about_accumulation_and_the_loss() -> None:
     several, one, fused = (
         answer(f"--params 1e9 --gpu 24GB{more}") for more in ("", " --no-accumulation", " --fused-loss")
