@@ -66,7 +66,7 @@ class Answer:
         self.host_per_rank = situation.host_per_rank + self.offloaded - situation.least_offloaded
         self.state_on_disk = work.state_bytes_of(plan.on_disk) if plan else 0
         tasks = situation.operations(plan) if plan and self.state_on_disk else []
-        self.written_per_step = sum(task.size for task in tasks if task.op is Op.WRITE) * question.per_node
+        self.written_per_step = sum(task.size for task in tasks if task.op is Op.WRITE) * question.ranks
         self.written_per_day = self.written_per_step * DAY_S / seconds if seconds else None
         rated, written = question.disk_endurance, self.written_per_day
         self.worn_per_day = None if rated is None or written is None else written / rated
@@ -109,8 +109,7 @@ class Answer:
             "window_bytes": situation.spill.window_bytes,
             "activations": self.offloaded,
             "per_rank": self.host_per_rank,
-            "per_node": self.host_per_rank * question.per_node,
-            "all_ranks": self.host_per_rank * question.ranks,
+            "per_node": self.host_per_rank * question.ranks,
             "available": question.host_bytes,
             "reserved": question.reserved_on_host,
             "fits": HOST not in situation.lacking,
@@ -118,9 +117,6 @@ class Answer:
         tokens = self.tokens_per_s
         of_job = {
             "ranks": question.ranks,
-            "nodes": question.nodes,
-            "ranks_per_node": question.per_node,
-            "replicas": question.replicas,
             "tokens_per_s": tokens,
             "tokens_per_s_per_gpu": tokens and tokens / question.ranks,
             "limit": self.limit,
@@ -132,7 +128,6 @@ class Answer:
             "copied_bytes": job.copied,
             "streamed_weight_bytes": self.streamed,
             "interconnect": job.interconnect,
-            "network": job.network,
         }
         batch, other, bound = None, self.alternative, self.bound
         if self.best_batch:

@@ -40,12 +40,12 @@ def assumptions(situation: Situation) -> Iterator[str]:
         read, write = question.profile.disk_read_bandwidth, question.profile.disk_write_bandwidth
         beside = question.profile.disk_read_bandwidth_duplex, question.profile.disk_write_bandwidth_duplex
         yield (
-            f"disks of a node read {format_rate(read)} and write {format_rate(write)} (--disk-read, --disk-write), "
+            f"disks of the node read {format_rate(read)} and write {format_rate(write)} (--disk-read, --disk-write), "
             f"at once {' and '.join(map(format_rate, beside))}"
         )
     if question.host_bytes is not None:
         reserved = format_bytes(question.reserved_on_host)
-        yield f"{reserved} of each node's memory for the system and the processes (--host-reserved)"
+        yield f"{reserved} of the node's memory for the system and the processes (--host-reserved)"
 
 
 def _operations(question: Question) -> str:
@@ -63,23 +63,17 @@ def _job_assumptions(situation: Situation) -> Iterator[str]:
     """Yield the assumptions about several ranks, and about parameters on the host."""
     question, job, fabric = situation.question, situation.job, situation.question.fabric
     if job.collectives:
-        share = f"{EFFICIENCY:.0%} of "
-        if question.per_node > 1:
-            of = fabric.within if job.over_pcie else share + fabric.within
-            yield f"collectives reach {format_rate(job.interconnect)} per GPU within a node: {of} (--interconnect)"
-        if job.network is not None and question.nodes > 1:
-            of = share + fabric.between
-            yield f"collectives reach {format_rate(job.network)} per node between nodes: {of} (--network)"
-        yield "collectives run in rings, whose latency is not counted; between nodes the bytes pass the GPUs' PCIe, too"
-    if question.sharded:
-        gpus = f"{question.shards} GPUs" if question.shards > 1 else "one GPU"
-        copies = f", {question.replicas} replicas" if question.replicas > 1 else ""
+        of = fabric.link if job.over_pcie else f"{EFFICIENCY:.0%} of {fabric.link}"
+        yield f"collectives reach {format_rate(job.interconnect)} per GPU: {of} (--interconnect)"
+        yield "collectives run in rings, whose latency is not counted"
+    if question.fsdp:
+        gpus = f"{question.ranks} GPUs" if question.ranks > 1 else "one GPU"
         yield (
-            f"fully_shard on each block and the model, over {gpus}{copies}, weights gathered again in "
-            "backward; gradients move to the host as each reduce-scatter ends"
+            f"fully_shard on each block and the model, over {gpus}, weights gathered again in backward; gradients move "
+            "to the host as each reduce-scatter ends"
         )
     if question.offload_parameters:
-        if question.shards == 1:
+        if question.ranks == 1:
             yield "FSDP2 on one GPU copies parameters up on the stream on which it computes, so none of that is hidden"
         yield "CPUOffloadPolicy(pin_memory=True); not counted: PyTorch rounds each pinned tensor up to a power of two"
 

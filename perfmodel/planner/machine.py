@@ -76,14 +76,11 @@ class Fabric:
     """Nominal bandwidth between GPUs, one way, in bytes/s.
 
     interconnect: of one GPU to the others of its node; None: its PCIe link, at the profile's rates.
-    network: of one node to the other nodes, all its adapters together; None: not known.
-    within, between: names of the links, for people.
+    link: its name, for people.
     """
 
     interconnect: float | None = None
-    network: float | None = None
-    within: str = "PCIe, as the profile has it"
-    between: str = ""
+    link: str = "PCIe, as the profile has it"
 
 
 _DATA = json.loads((resources.files("perfmodel") / "planner" / "machines.json").read_text())
@@ -98,7 +95,7 @@ LINKS = {int(generation): tuple(rates) for generation, rates in _DATA["links"].i
 PCIE = Fabric()
 """Links of machines of which nothing is known but the profile."""
 FABRICS = {name: Fabric(**values["fabric"]) for name, values in _DATA["machines"].items() if "fabric" in values}
-"""Links by the name of the built-in profile; the networks of desktops are not known."""
+"""Links by the name of the built-in profile; PCIE are those of the others."""
 
 
 class Machine(NamedTuple):

@@ -6,7 +6,6 @@ python -m perfmodel --params 7e9 --machine rtx_4090_desktop --host 128GiB --chec
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,7 +78,6 @@ class CommandLine:
     machine: str = option(UNKNOWN, f"{MACHINES}, or a calibrated profile", "the machine", metavar="NAME|PROFILE")
     gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=_gpu_memory)  # noqa: RUF009
     interconnect: float | None = _rate("of each GPU within its node, one way: 450GB")
-    network: float | None = _rate("of each node, all adapters, one way: 400Gb")
     disk_read: float | None = _rate("of a node's disks while they do nothing else: 7GB")
     disk_write: float | None = _rate("of a node's disks likewise: 5GB")
     tflops: float | None = _machine(
@@ -88,7 +86,6 @@ class CommandLine:
     utilisation: float | None = _machine(
         "share of the peak that is reached: 0.4, 40%% (by GPU, docs/planning.md)", metavar="X", type=parse_share
     )
-    hsdp: bool = option(False, "FSDP2 with a replica of the model on each node")
     json: bool = option(False, "one JSON object", "output")
     plot: Path | None = option(None, "also a picture", "output", metavar="FILE", type=Path)  # noqa: RUF009
 
@@ -148,8 +145,6 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
         settings["trainable"] = _trainable(settings["trainable"], model)
     if settings.get("micro_batches") == 1:
         settings["accumulation"] = False
-    if asked.hsdp:
-        settings |= {"fsdp": True, "replicas": _replicas_of_nodes(settings)}
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
     if "disk_bytes" not in settings and (asked.disk_read or asked.disk_write or "disk_endurance" in settings):
         raise ValueError(
@@ -158,7 +153,7 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     question = Question(model, _profile(asked, machine), machine.device_bytes, **settings)
     if host is not None and host.nbytes <= question.reserved_on_host:
         raise ValueError(
-            f"--host {host.text} leaves nothing to the optimizer: the system and the processes of a node take "
+            f"--host {host.text} leaves nothing to the optimizer: the system and the processes of the node take "
             f"{format_bytes(question.reserved_on_host)} (--host-reserved); name a host with more memory"
         )
     return question, notes
@@ -177,15 +172,10 @@ def _model(asked: CommandLine) -> Transformer:
 
 
 def _fabric(asked: CommandLine, machine: Machine) -> Fabric:
-    """The machine's, with the bandwidths that were given."""
-    fabric = FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
+    """The machine's, or the bandwidth that was given."""
     if asked.interconnect is not None:
-        within = f"the {format_rate(asked.interconnect)} given"
-        fabric = dataclasses.replace(fabric, interconnect=asked.interconnect, within=within)
-    if asked.network is not None:
-        between = f"the {format_rate(asked.network)} given"
-        fabric = dataclasses.replace(fabric, network=asked.network, between=between)
-    return fabric
+        return Fabric(asked.interconnect, f"the {format_rate(asked.interconnect)} given")
+    return FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
 
 
 def _profile(asked: CommandLine, machine: Machine) -> HardwareProfile:
@@ -207,18 +197,6 @@ def _trainable(text: str, model: Transformer) -> float:
     if share > 1:
         raise ValueError(f"--trainable {text} is more than the model's {format_count(model.numel)} parameters")
     return share
-
-
-def _replicas_of_nodes(settings: dict[str, int]) -> int:
-    """Return the number of nodes, each with a replica. Raises ValueError for options that contradict that."""
-    nodes = settings.get("nodes", 1)
-    if "replicas" in settings or nodes < 2:
-        raise ValueError(
-            "--hsdp keeps a replica of the model on each of several nodes, found "
-            f"--nodes {nodes} and --replicas {settings.get('replicas', nodes)}; choose --nodes 2 or more without "
-            "--replicas, or --fsdp with --replicas N for replicas within a node"
-        )
-    return nodes
 
 
 class _Parser(argparse.ArgumentParser):

@@ -57,7 +57,7 @@ def spill(question: Question, taken: int) -> Spill:
     if question.offload_gradients:
         found = host_bytes(question, numel)
         taken += found.gradient_staging + question.streams * found.parameter_staging
-    free_bytes = (question.host_bytes - question.reserved_on_host) / question.per_node - taken
+    free_bytes = (question.host_bytes - question.reserved_on_host) / question.ranks - taken
     if numel * parameter_bytes <= free_bytes:
         return Spill(numel)
     window = math.ceil(min(size, numel) * parameter_bytes)
@@ -111,8 +111,7 @@ class DeviceBytes:
 def device_footprint(question: Question) -> DeviceBytes:
     """Memory that the model and its compute take on one rank's device.
 
-    ZeRO keeps parts whole, one block at a time: weights while they are gathered, gradients until they are reduced.
-    Gradients that are offloaded are on the device one block at a time, too.
+    Gradients that are offloaded are on the device one block at a time.
     FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
@@ -121,16 +120,16 @@ def device_footprint(question: Question) -> DeviceBytes:
     model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values
     gradients_of_one = math.ceil(question.trained / model.layers) * values
-    whole = (question.zero >= 3) * one_block + (question.zero >= 2 or question.offload_gradients) * gradients_of_one
+    whole = question.offload_gradients * gradients_of_one
     gathered = 0
-    if question.sharded:
+    if question.fsdp:
         root = 2 * model.vocabulary * model.width * values
         whole = gathered = min(2 * one_block + root, model.numel * values)
     on_host = question.offload_parameters
     streaming = max(0, model.layers - WEIGHT_WINDOW) * model.block_numel * question.streams
     return DeviceBytes(
-        weights=0 if on_host else (question.share(model.numel, 3) - streaming) * values,
-        gradients=0 if on_host or question.offload_gradients else question.share(question.trained, 2) * values,
+        weights=0 if on_host else (question.share(model.numel) - streaming) * values,
+        gradients=0 if on_host or question.offload_gradients else question.share(question.trained) * values,
         activations=tokens * (model.layers * _kept_bytes(question) + model.outer_bytes(values)),
         block=tokens * _block_bytes(question) + whole,
         reserved=question.reserved,

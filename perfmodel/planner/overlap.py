@@ -14,8 +14,8 @@ class Pass(NamedTuple):
 
     compute: of the layers themselves.
     up: copying shards to the device, where parameters are on the host. gather: all-gathers.
-    reduce: reduce-scatters, or all-reduces without sharding; they share a communicator, and so a
-        lane, with the all-gathers. replicate: all-reduces between replicas, on a lane of their own.
+    reduce: reduce-scatters, or all-reduces without sharding; they share a communicator, and so a lane, with the
+        all-gathers.
     down: copying gradient shards to the host, where parameters are.
     """
 
@@ -23,7 +23,6 @@ class Pass(NamedTuple):
     up: float = 0.0
     gather: float = 0.0
     reduce: float = 0.0
-    replicate: float = 0.0
     down: float = 0.0
 
     def of_a_layer(self, layers: int) -> Pass:
@@ -61,7 +60,7 @@ def backward_s(whole: Pass, layers: int) -> float:
     one = whole.of_a_layer(layers)
     link = one.up
     ring = gathered = link + one.gather
-    replicas = down = done = 0.0
+    down = done = 0.0
     for layer in range(1, layers + 1):
         begun = max(done, gathered)
         if layer < layers:
@@ -69,6 +68,5 @@ def backward_s(whole: Pass, layers: int) -> float:
             ring = gathered = max(ring, link) + one.gather
         done = begun + one.compute
         ring = max(ring, done) + one.reduce
-        replicas = max(replicas, ring) + one.replicate
-        down = max(down, replicas) + one.down
+        down = max(down, ring) + one.down
     return down

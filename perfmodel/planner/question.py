@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from perfmodel.format import BYTES, STATE_FORMATS, Format, format_of
 from perfmodel.hardware import HardwareProfile
@@ -43,28 +43,16 @@ _count = partial(option, metavar="N", type=parse_count, write=format_count)
 _size = partial(option, group="the machine", metavar="SIZE", type=parse_bytes_or_0)
 
 
-class Group(NamedTuple):
-    """Ranks that run collectives together: how many, and how many of them in each node."""
-
-    size: int
-    per_node: int
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that the group spans."""
-        return self.size // self.per_node
-
-
 @dataclass(frozen=True)
 class Question:
     """A training and its machine; the help of the options describes further fields.
 
-    model: with all its parameters. profile: of the machine; its ranks_per_host is replaced by the ranks of a node.
-    device_bytes: of one rank's device. host_bytes: of each node; None if it is not known.
+    model: with all its parameters. profile: of the machine; its ranks_per_host is replaced by `ranks`.
+    device_bytes: of one rank's device. host_bytes: of the node, which has all ranks; None if it is not known.
     trainable: share of the parameters.
     accumulation: whether a step has several micro-batches, whose gradients add up and so are there all the time.
     flops_rate: FLOP/s that forward and backward reach. flops_source: the source of that, for people.
-    replicas: of the model, as FSDP2 divides it (HSDP). fabric: how GPUs reach one another.
+    fabric: how GPUs reach one another.
 
     Raises ValueError for settings that exclude each other.
     """
@@ -79,8 +67,7 @@ class Question:
     sequence: int = _count(2048, "tokens per sequence (2048, or the longest that the model takes)", name="--seq")
     checkpointing: bool = option(False, "recompute each block's activations")
     eager_attention: bool = option(False, "attention keeps its matrices")
-    ranks: int = _count(1, "GPUs of the whole job, data-parallel", "the machine")
-    zero: int = option(0, "ZeRO stage that divides over the ranks (0: none)", type=int, choices=range(4))
+    ranks: int = _count(1, "GPUs of the node, data-parallel", "the machine")
     chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", name="--subgroup-size")
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
@@ -112,14 +99,10 @@ class Question:
         None, "host memory for the system and the processes of a node (assumed: 4GiB and 2GiB for each rank)"
     )
     fused_loss: bool = option(False, "never all logits: Liger's linear cross-entropy")
-    nodes: int = _count(1, "hosts that share the ranks equally", "the machine")
     fsdp: bool = option(False, "FSDP2 divides the model over the ranks")
-    replicas: int = _count(
-        1, "of the model with --fsdp (1); --hsdp: as many as nodes", back="one replica over all ranks"
-    )
     offload_parameters: bool = option(False, "FSDP2's CPUOffloadPolicy")
     fabric: Fabric = PCIE
-    host_bytes: int | None = _size(None, "memory of each node: 128GB", name="--host", type=parse_memory, write=in_gib)
+    host_bytes: int | None = _size(None, "memory of the node: 128GB", name="--host", type=parse_memory, write=in_gib)
     disk_bytes: int | None = _size(
         None,
         "room on each node's disks for state that does not fit on the host: 2TB",
@@ -132,18 +115,7 @@ class Question:
     )
 
     def __post_init__(self) -> None:
-        self._check_layout()
-        if self.fsdp and self.zero in (1, 2):
-            raise ValueError(
-                f"FSDP2 divides parameters, gradients and state, which is stage 3 of ZeRO, found --fsdp "
-                f"with --zero {self.zero}; choose one of them"
-            )
-        if self.replicas > 1 and not self.sharded:
-            raise ValueError(
-                f"several replicas are FSDP2's (HSDP), found {self.replicas} without --fsdp; add it, or "
-                "leave out --replicas: without FSDP2 every rank is a replica"
-            )
-        if self.offload_parameters and not self.sharded:
+        if self.offload_parameters and not self.fsdp:
             raise ValueError(
                 "--offload-parameters is FSDP2's CPUOffloadPolicy, found without --fsdp; add --fsdp, "
                 "which one GPU may have, too"
@@ -153,7 +125,7 @@ class Question:
                 "with --offload-parameters gradients and state are on the host, and DOSAdam has nothing on the "
                 "device, found one of --offload-gradients, --offload-activations and --disk as well; leave it out"
             )
-        if self.streams and (self.ranks > 1 or self.sharded):
+        if self.streams and (self.ranks > 1 or self.fsdp):
             raise ValueError(
                 f"weights that stream are for one GPU without FSDP2, found --weights {self.weights}; FSDP2 moves its "
                 "shards itself: --fsdp --offload-parameters"
@@ -181,50 +153,6 @@ class Question:
                 f"subgroups of {format_count(self.subgroup_size)} parameters make {self.subgroups:,} of them, more "
                 f"than {MAX_SUBGROUPS:,}; choose {least} or more"
             )
-
-    def _check_layout(self) -> None:
-        """Raises ValueError for ranks that nodes and replicas cannot share equally, or that do not reach each other."""
-        if self.ranks % self.nodes:
-            raise ValueError(
-                f"--ranks {self.ranks} cannot be divided equally over {self.nodes} nodes: it counts "
-                f"the GPUs of all nodes together; choose a multiple of {self.nodes}"
-            )
-        if self.ranks % self.replicas:
-            raise ValueError(
-                f"--ranks {self.ranks} cannot be divided equally over {self.replicas} replicas of the "
-                "model; choose --replicas among its divisors"
-            )
-        if self.shards % self.per_node and self.per_node % self.shards:
-            raise ValueError(
-                f"a replica on {self.shards} GPUs does not fill nodes of {self.per_node} GPUs, nor "
-                "do several fill one; choose --replicas such that each takes whole nodes or an "
-                "equal part of one"
-            )
-        if self.nodes > 1 and self.fabric.network is None:
-            raise ValueError(
-                f"the bandwidth between {self.nodes} nodes of {self.profile.name} is not known: pass --network, "
-                "such as 400Gb"
-            )
-
-    @property
-    def per_node(self) -> int:
-        """Ranks of each node."""
-        return self.ranks // self.nodes
-
-    @property
-    def shards(self) -> int:
-        """Ranks over which one replica of the model is divided."""
-        return self.ranks // self.replicas
-
-    @property
-    def sharding(self) -> Group:
-        """The ranks of one replica: neighbours, so that it lies within a node where it can."""
-        return Group(self.shards, min(self.shards, self.per_node))
-
-    @property
-    def replication(self) -> Group:
-        """The ranks that hold the same shard, one of each replica."""
-        return Group(self.replicas, max(1, self.per_node // self.shards))
 
     def replace(self, **changes: Any) -> Question:
         """Return the question with other values of the fields that are named. Raises ValueError as its constructor."""
@@ -279,14 +207,14 @@ class Question:
     @property
     def state_numel(self) -> int:
         """Parameters whose optimizer state one rank owns."""
-        return self.share(self.trained, 1)
+        return self.share(self.trained)
 
     @property
     def reserved_on_host(self) -> int:
-        """Bytes of a node's memory that are not DOSAdam's."""
+        """Bytes of the node's memory that are not DOSAdam's."""
         if self.host_reserved is not None:
             return self.host_reserved
-        return SYSTEM_BYTES + self.per_node * PROCESS_BYTES
+        return SYSTEM_BYTES + self.ranks * PROCESS_BYTES
 
     @property
     def subgroup_size(self) -> int:
@@ -298,16 +226,6 @@ class Question:
         """Number of subgroups of one rank."""
         return math.ceil(self.state_numel / self.subgroup_size)
 
-    @property
-    def stage(self) -> int:
-        """Stage of ZeRO: FSDP2's is 3."""
-        return 3 if self.fsdp else self.zero
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the model's parameters are divided, which makes them DTensors."""
-        return self.fsdp or (self.stage >= 3 and self.ranks > 1)
-
-    def share(self, whole: int, stage: int) -> int:
-        """Part of one rank of a whole that ZeRO divides from `stage` on."""
-        return -(-whole // self.shards) if self.stage >= stage else whole
+    def share(self, whole: int) -> int:
+        """Part of one rank of a whole that FSDP2 divides."""
+        return -(-whole // self.ranks) if self.fsdp else whole

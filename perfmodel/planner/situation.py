@@ -34,8 +34,8 @@ class Situation:
     host_model: parameters and gradients of one rank that are on the host.
     peak: device memory at the worst moment without any optimizer state. usable: all but DOSAdam's margin.
         room: for optimizer state at that moment.
-    host_per_rank, disk_per_rank: of one rank with all state off the device. host_needed, disk_needed: of all ranks of
-        a node. shortage: how much each memory has too little for that; 0 where it is not known how much there is.
+    host_per_rank, disk_per_rank: of one rank with all state off the device. host_needed, disk_needed: of all
+        ranks. shortage: how much each memory has too little for that; 0 where it is not known how much there is.
     lacking: the memories that are not enough; on the host it is the sum that DOSAdam's constructor checks.
     job: the work beside the optimizer. compute_s: of forward's and backward's arithmetic in a step.
     scope: how the compute takes part in an iteration.
@@ -43,9 +43,9 @@ class Situation:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.profile = question.profile.replace(ranks_per_host=question.per_node)
+        self.profile = question.profile.replace(ranks_per_host=question.ranks)
         if question.disk_bytes is not None:
-            shared = {rate: getattr(self.profile, rate) / question.per_node for rate in DISK_RATES}
+            shared = {rate: getattr(self.profile, rate) / question.ranks for rate in DISK_RATES}
             self.profile = self.profile.replace(**shared)
         plain, share = device_footprint(question), question.offload_activations
         self.saved = saved_tensors(question)
@@ -60,7 +60,7 @@ class Situation:
                 break
         self.usable = int((1 - MARGIN) * question.device_bytes)
         self.room = max(0, self.usable - self.peak)
-        on_host = question.share(question.model.numel, 1) + question.state_numel if question.offload_parameters else 0
+        on_host = question.share(question.model.numel) + question.state_numel if question.offload_parameters else 0
         if question.streams:  # weights that are trained count with their state
             on_host = int((1 - question.trainable) * question.model.layers * question.model.block_numel)
         self.host_model = on_host * question.value_bytes
@@ -68,9 +68,9 @@ class Situation:
         self.spill = spill(question, self.host_model + self.least_offloaded)
         self.host = host_bytes(question, self.spill.numel)
         self.host_per_rank = self.host.total + self.spill.window_bytes + self.host_model + self.least_offloaded
-        self.host_needed = self.host_per_rank * question.per_node
+        self.host_needed = self.host_per_rank * question.ranks
         self.disk_per_rank = self.state_bytes - self.host.state
-        self.disk_needed = self.disk_per_rank * question.per_node
+        self.disk_needed = self.disk_per_rank * question.ranks
         self.shortage = {
             memory: 0 if there is None else max(0, needed - there)
             for memory, needed, there in (
@@ -84,7 +84,7 @@ class Situation:
         self.compute_s = sum(self.job.compute_s) * question.micro_batches
         # With several ranks gradients are reduced after the hooks that would copy them to the host early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
-        early = question.sharded or question.ranks == 1
+        early = question.fsdp or question.ranks == 1
         self.scope = Scope(
             Phase.OVERLAPPED if early else Phase.SERIAL, Phase.OVERLAPPED if question.attach else Phase.SERIAL
         )
@@ -102,7 +102,7 @@ class Situation:
     @property
     def exposed_communication_s(self) -> float:
         """Seconds that collectives and copies of parameters add to compute."""
-        return max(0.0, self.training_s - self.compute_s) + self.job.after_update_s
+        return max(0.0, self.training_s - self.compute_s)
 
     @functools.cached_property
     def update_workload(self) -> Workload:
@@ -152,7 +152,7 @@ class Situation:
         return makespan(plan, self.update_workload, self.profile)
 
     def iteration_s(self, plan: Plan) -> float:
-        """Seconds of a step: micro-batches, update and work that waits for it.
+        """Seconds of a step: micro-batches and update.
 
         No less than any resource is busy for: the simulation of the schedule does not know that
         collectives take their part of PCIe.
@@ -168,7 +168,7 @@ class Situation:
         seconds += (work.forward_s + work.backward_s) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
-        return max(seconds + self.job.after_update_s, *self.busy_s(plan).values())
+        return max(seconds, *self.busy_s(plan).values())
 
     def operations(self, plan: Plan) -> list[Task]:
         """The optimizer's copies and updates in a step, and one micro-batch's copies of saved tensors and weights."""
@@ -195,12 +195,11 @@ class Situation:
             traffic.append(cost.traffic * count)
         lanes = {lane: math.fsum(each) for lane, each in seconds.items()}
         up, down = 2 * job.copied * times, job.returned * times
-        pcie = sum(each.pcie_s for each in job.collectives) * times
-        within = 0.0 if job.over_pcie else sum(each.interconnect_s for each in job.collectives)
+        exchanged = sum(each.seconds for each in job.collectives) * times
+        pcie, between = (exchanged, 0.0) if job.over_pcie else (0.0, exchanged)
         busy = {
             "compute": self.compute_s + lanes[Lane.GPU],
-            "interconnect": within * times,
-            "network": sum(each.network_s for each in job.collectives) * times,
+            "interconnect": between,
             "PCIe to the GPU": pcie + lanes[Lane.H2D] + up / profile.h2d_bandwidth,
             "PCIe to the host": pcie + lanes[Lane.D2H] + down / profile.d2h_bandwidth,
             "CPU": lanes[Lane.CPU],
@@ -218,7 +217,7 @@ class Situation:
         useful = max(0, self.peak - nothing.peak_bytes(self.question.accumulation))
         if self.question.host_bytes is not None:
             free = self.question.host_bytes - self.question.reserved_on_host - self.host_needed
-            useful = min(useful, max(0, free) // self.question.per_node)
+            useful = min(useful, max(0, free) // self.question.ranks)
         return self.least_offloaded + useful
 
     def _loads(self) -> tuple[tuple[SubgroupLoad, ...], tuple[BlockLoad, ...]]:

@@ -59,13 +59,7 @@ def _headline(answer: Answer) -> Iterator[str]:
     """Yield the answer in a few sentences."""
     question = answer.question
     ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
-    ranks += f" of {question.nodes} nodes" if question.nodes > 1 else ""
     what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {question.profile.name}"
-    if question.zero in (1, 2) and question.ranks > 1:
-        yield (
-            "DOSAdam's state is divided over GPUs with the parameters (--fsdp). With --zero 1 or 2 something else must "
-            "divide it, into plain tensors. That is not tested."
-        )
     if answer.fastest:
         yield from _fastest(answer.fastest)
     yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer.situation))
@@ -119,7 +113,6 @@ def _fastest(best: Fastest) -> Iterator[str]:
 def _missing(situation: Situation) -> Iterator[str]:
     """Yield a sentence for each memory that is not enough."""
     question, short = situation.question, situation.shortage
-    on_each = " on each node" if question.nodes > 1 else ""
     if more := short[DEVICE]:
         needs = format_bytes(situation.peak)
         yield f"Without any optimizer state the GPU needs {needs}, {format_bytes(more)} more than it has."
@@ -128,12 +121,12 @@ def _missing(situation: Situation) -> Iterator[str]:
         if question.disk_bytes is not None:
             on_host = "With all of its state on disk, what passes through the host and what else is there"
         yield (
-            f"{on_host} need {format_bytes(situation.host_needed)} of host memory{on_each}, {format_bytes(more)} more "
+            f"{on_host} need {format_bytes(situation.host_needed)} of host memory, {format_bytes(more)} more "
             f"than there is beside the {format_bytes(question.reserved_on_host)} of the system and the processes."
         )
     if more := short[DISK]:
         yield (
-            f"State that does not fit on the host takes {format_bytes(situation.disk_needed)} of disk{on_each}, "
+            f"State that does not fit on the host takes {format_bytes(situation.disk_needed)} of disk, "
             f"{format_bytes(more)} more than there is."
         )
 
@@ -212,14 +205,13 @@ def _tables(answer: Answer) -> Iterator[Table]:
     job, best, profile = answer.situation.job, answer.best, answer.question.profile
     yield _memory(answer)
 
-    table = _table("What each GPU sends and receives in an iteration", "", "nodes", "bytes", "seconds")
+    table = _table("What each GPU sends and receives in an iteration", "", "bytes", "seconds")
     for each in job.collectives:
-        over = each.over.removesuffix(" nodes")
-        _add(table, f"{each.what}, {each.part}", over, each.moved, each.seconds)
+        _add(table, f"{each.what}, {each.part}", each.moved, each.seconds)
     up, down = profile.h2d_bandwidth, profile.d2h_bandwidth
     for what, rate in (("weights, forward", up), ("weights, backward", up), ("gradients, backward", down)):
         if copied := job.copied:
-            _add(table, f"copies of {what}", None, copied, copied / rate)
+            _add(table, f"copies of {what}", copied, copied / rate)
     exposed_s = answer.situation.exposed_communication_s
     table.caption = f"Of that {format_seconds(exposed_s)} are not hidden behind compute."
     if table.rows:
@@ -272,7 +264,7 @@ def _memory(answer: Answer) -> Table:
         "weights that stay beside the peak": (answer.staying,),
         "state resident beside the peak": (answer.resident_state,),
         "needed by a rank": (None, answer.host_per_rank, situation.disk_per_rank),
-        "needed by a node": (None, answer.host_per_rank * question.per_node, situation.disk_needed),
+        "needed by a node": (None, answer.host_per_rank * question.ranks, situation.disk_needed),
         "there is": (question.device_bytes,),
         "there is on a node": (None, question.host_bytes, question.disk_bytes),
         "for all state on the GPU": (answer.all_resident,),

@@ -59,8 +59,7 @@ SOLD = {
 AUTO = {"offload_activations": "auto"}
 STREAM = {"weights": "auto", "offload_gradients": True, "attach": True}
 STEPS = (
-    Step({"fsdp": True, "zero": 0}),
-    Step({"replicas": 1}),
+    Step({"fsdp": True}),
     Step({"fused_loss": True}),
     Step({"checkpointing": True}),
     Step({"offload_gradients": True}),
@@ -74,7 +73,7 @@ STEPS = (
 )
 """Steps in the order in which they are tried: those that can cost the least time come first.
 
-FSDP2 over all ranks divides the update. A fused loss computes nothing twice. Checkpointing computes each block once
+FSDP2 divides the update over all ranks. A fused loss computes nothing twice. Checkpointing computes each block once
 more, a third of the compute at most. Offloaded gradients are copied down and up. Weights that stream come twice in each
 micro-batch, beside compute; saved tensors are copied down and up in each. Parameters on the host are copied in each
 pass: only if nothing else is enough.
@@ -114,7 +113,6 @@ class Remedy:
             "device_peak": situation.peak,
             "host_per_node": situation.host_needed,
             "disk_per_node": situation.disk_needed,
-            "host_all_ranks": situation.host_per_rank * situation.question.ranks,
         }
 
 
@@ -152,13 +150,11 @@ def _hardware(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
     for what, names in rates.items():
         faster = profile.replace(**{name: 2 * getattr(profile, name) for name in names})
         yield f"{what} twice as fast", {"profile": faster}
-    if fabric.interconnect and question.per_node > 1:
+    if fabric.interconnect and question.ranks > 1:
         yield (
             "GPU interconnect twice as fast",
             {"fabric": dataclasses.replace(fabric, interconnect=2 * fabric.interconnect)},
         )
-    if fabric.network and question.nodes > 1:
-        yield "network twice as fast", {"fabric": dataclasses.replace(fabric, network=2 * fabric.network)}
 
 
 def _settings(question: Question) -> Iterator[dict[str, Any]]:
@@ -170,13 +166,11 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
         yield {"attach": False}
     yield from ({"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
-        if question.ranks == 1 and not question.sharded:
+        if question.ranks == 1 and not question.fsdp:
             yield STREAM
         yield AUTO
         if question.checkpointing:
             yield {"checkpointing": False, **AUTO}
-    if question.fsdp:
-        yield {"replicas": 1 if question.replicas > 1 else question.nodes}
 
 
 def remedies(situation: Situation) -> list[Remedy]:

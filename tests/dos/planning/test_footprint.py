@@ -131,4 +131,4 @@ def test_the_planner_says_what_an_optimizer_then_allocates(tmp_path: Path, capsy
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     model(tokens, tokens).backward()
     optimizer.step()
-    assert answer["host"]["all_ranks"] == answer["host"]["per_rank"] == device.made
+    assert answer["host"]["per_node"] == answer["host"]["per_rank"] == device.made

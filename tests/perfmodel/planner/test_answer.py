@@ -27,7 +27,6 @@ from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import Effect, Remedy, largest, levers, most, remedies
 from perfmodel.policies import cpu_only, stride
-from perfmodel.simulate import Phase, Scope
 from tests.support import planner
 from tests.support.clock import compares_with_a_clock
 
@@ -74,16 +73,6 @@ def test_memory_is_added_up() -> None:
     assert work.shared_free_bytes == work.peak_free_bytes, "slots live on into the next forward"
     apart = Situation(question(batch=32, attach=False)).update_workload
     assert apart.shared_free_bytes > apart.peak_free_bytes, "the update has the memory of activations"
-
-
-def test_each_stage_of_zero_divides_more() -> None:
-    whole, *stages = (Situation(question(ranks=4, zero=zero)) for zero in range(4))
-    assert [s.host.total * 4 for s in stages] == [whole.host.total] * 3
-    assert [s.device.gradients / whole.device.gradients for s in stages] == [1, 0.25, 0.25]
-    assert [s.device.weights / whole.device.weights for s in stages] == [1, 1, 0.25]
-    assert whole.profile.ranks_per_host == 4
-    assert whole.scope.backward is Phase.SERIAL, "between ranks gradients do not leave during backward"
-    assert Situation(question()).scope == Scope(Phase.OVERLAPPED, Phase.OVERLAPPED)
 
 
 @pytest.mark.parametrize("numel", [7e9, 1e9])

@@ -63,7 +63,6 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 7e9 --machine h100 --batch=-1 > argument --batch: expected a number
 --params 7e9 --machine h100 --ranks 0 > argument --ranks: expected a number
 --params 7e9 --machine h100 --dtype fp8 > argument --dtype: invalid choice: 'fp8'
---params 7e9 --machine h100 --zero 4 > argument --zero: invalid choice: 4
 --params 7e9 --machine h100 --tflops=-3 > argument --tflops: expected a number above 0 (1e-6 to 1e9), found '-3'
 --params 7e9 --machine h100 --utilisation 1.5 > expected a share such as 0.4 or 40%, above 0 and up to 1, found '1.5'
 --params 7e9 --machine h100 --utilisation 40 > expected a share such as 0.4 or 40%, above 0 and up to 1, found '40'
@@ -75,20 +74,11 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 7e9 --machine h100 --trainable 0.5 > or their share such as 0.5%: expected a number such as 7e9
 --params 7e9 --machine h100 --trainable 8B > --trainable 8B is more than the model's 7B parameters
 --params 7e9 --machine h100 --frobnicate > unrecognized arguments: --frobnicate
---params 7e9 --machine h100 --ranks 8 --nodes 3 > --ranks 8 cannot be divided equally over 3 nodes
---params 7e9 --machine h100 --nodes 2 > --ranks 1 cannot be divided equally over 2 nodes: it counts the GPUs of all
---params 7e9 --machine h100 --ranks 8 --fsdp --replicas 3 > --ranks 8 cannot be divided equally over 3 replicas
---params 7e9 --machine h100 --ranks 12 --nodes 3 --fsdp --replicas 2 > a replica on 6 GPUs does not fill nodes of 4
---params 7e9 --machine h100 --ranks 8 --replicas 2 > several replicas are FSDP2's (HSDP), found 2 without
---params 7e9 --machine h100 --ranks 8 --hsdp > on each of several nodes, found --nodes 1 and --replicas 1; choose
---params 7e9 --machine h100 --ranks 8 --nodes 2 --hsdp --replicas 4 > found --nodes 2 and --replicas 4; choose
---params 7e9 --machine h100 --ranks 8 --fsdp --zero 2 > found --fsdp with --zero 2; choose one of them
 --params 7e9 --machine h100 --offload-parameters > is FSDP2's CPUOffloadPolicy, found without --fsdp; add
 --params 7e9 --machine h100 --fsdp --offload-parameters --offload-gradients > as well; leave it out
 --params 7e9 --machine h100 --fsdp --offload-parameters --offload-activations 0.5 > as well; leave it out
 --params 7e9 --machine h100 --fsdp --offload-parameters --disk 2TB --host 64GB > as well; leave it out
---params 7e9 --machine rtx-4090 --ranks 2 --nodes 2 > is not known: pass --network, such as 400Gb
---params 7e9 --machine h100 --network 400 > argument --network: expected a bandwidth per second such as 400Gb (bits)
+--params 7e9 --machine h100 --interconnect 400 > argument --interconnect: expected a bandwidth per second such as 400Gb
 --params 7e9 --machine h100 --interconnect=-9GB > argument --interconnect: expected a bandwidth
 --params 8e9 --machine rtx-4090 --weights auto > without --offload-gradients; add it
 --params 8e9 --machine rtx-4090 --weights auto --offload-gradients --no-attach > with --no-attach; leave that out

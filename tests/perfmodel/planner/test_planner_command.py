@@ -20,7 +20,7 @@ from perfmodel.subgroups import automatic_subgroup_size
 from tests.support import ROOT
 from tests.support.planner import LLAMA_2_7B, answer, asked, parsed, text, typed
 
-JOB = "--params 13e9 --machine h100 --ranks 8 --nodes 2"
+JOB = "--params 13e9 --machine h100 --ranks 8"
 
 
 def test_a_7b_model_on_a_desktop() -> None:
@@ -65,15 +65,6 @@ def test_a_host_too_small_where_fused_adamw_needs_none(capsys: pytest.CaptureFix
     assert whole["alternative"] == {"policy": "fused AdamW", "speedup": pytest.approx(1.0, abs=0.03)}
 
 
-@pytest.mark.parametrize(("stage", "warns"), [("--zero 1", True), ("--zero 2", True), ("--fsdp", False)])
-def test_state_that_something_else_must_divide_is_said(
-    stage: str, warns: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shown = text(f"--params 1e9 --machine h100 --ranks 4 --subgroup-size 1e8 {stage}", capsys)
-    assert ("With --zero 1 or 2 something else must divide it" in shown) == warns
-    assert warns or shown.splitlines()[2].startswith("1B parameters in bf16 on 4 GPUs, h100: fits;")
-
-
 def test_the_best_batch_that_fits_comes_before_the_one_that_was_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -101,7 +92,7 @@ def test_no_table_is_cut_where_the_output_is_no_terminal(
 ) -> None:
     """Nor in a terminal that is narrower than they are, which wraps them."""
     monkeypatch.setenv("COLUMNS", "40")
-    shown = text("--params 3e9 --machine h100 --ranks 8 --nodes 2 --fsdp --checkpointing --host 1TiB", capsys)
+    shown = text("--params 3e9 --machine h100 --ranks 8 --fsdp --checkpointing --host 1TiB", capsys)
     assert "\u2026" not in shown
     assert "resident" in shown
     assert max(map(len, shown.splitlines())) > 60
@@ -136,7 +127,7 @@ def test_the_folder_of_a_model(nested: bool, tmp_path: Path) -> None:
     [
         "--params 7e9 --machine rtx-4090 --checkpointing --host 70GB",
         "--params 7e9 --machine a100-40 --batch 32 --host 128GB",
-        "--params 60e9 --machine h100 --ranks 8 --nodes 2 --zero 1 --host 512GB",
+        "--params 60e9 --machine h100 --ranks 8 --host 1024GB",
         "--params 70e9 --machine h100 --fsdp --offload-gradients --accumulation 4",
     ],
 )
@@ -175,13 +166,13 @@ def test_documented_output_is_the_command_s(capsys: pytest.CaptureFixture[str]) 
         assert max(len(row) for row in rows if "  " in row.strip()) <= 80, "tables fit a terminal"
 
 
-def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = text(f"{JOB} --hsdp --network 400Gb --host 1TiB", capsys)
-    assert "network, at work for" in shown
-    assert re.search(r"all-reduce between replicas, backward +between", shown)
-    assert "collectives reach 40 GB/s per node between nodes: 80% of the 50 GB/s given (--network)" in shown
+def test_a_job_of_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = text(f"{JOB} --fsdp --interconnect 40Gb --host 1TiB", capsys)
+    assert "interconnect, at work for" in shown
+    assert "reduce-scatter of gradients, backward" in shown
+    assert "collectives reach 4 GB/s per GPU: 80% of the 5 GB/s given (--interconnect)" in shown
     shown = text(f"{JOB} --fsdp --offload-parameters --host 64GiB", capsys)
-    assert "DOES NOT FIT. Parameters, gradients and optimizer state need 84.8 GiB of host memory on each node" in shown
+    assert "DOES NOT FIT. Parameters, gradients and optimizer state need 169.5 GiB of host memory, " in shown
     assert "copies of weights, forward" in shown
     assert "whose gradients add up on the host (--no-accumulation: one)" in shown
 
@@ -189,7 +180,7 @@ def test_a_job_of_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_of_a_job() -> None:
     found = answer(f"{JOB} --fsdp --offload-parameters --interconnect 100GB/s --checkpointing")
     job, (policy,) = found["job"], found["policies"]
-    assert (job["ranks"], job["nodes"], job["ranks_per_node"], job["replicas"]) == (8, 2, 4, 1)
+    assert job["ranks"] == 8
     assert job["tokens_per_s"] == pytest.approx(8 * 2048 / policy["iteration_s"])
     assert job["tokens_per_s"] == pytest.approx(8 * job["tokens_per_s_per_gpu"])
     assert job["limit"] == max(job["busy_s"], key=job["busy_s"].__getitem__)
@@ -202,7 +193,7 @@ def test_json_of_a_job() -> None:
     assert all(each["bytes"] == 7 / 8 * 26e9 for each in job["collectives"])
     assert job["copied_bytes"] == 26e9 / 8
     assert answer("--params 1e9 --machine h100")["job"]["collectives"] == []
-    assert found["host"]["per_node"] == 4 * found["host"]["per_rank"] == found["host"]["all_ranks"] / 2
+    assert found["host"]["per_node"] == 8 * found["host"]["per_rank"]
     assert found["host"]["per_rank"] == 14 * 13e9 / 8
     trained = job["forward_s"] + job["backward_s"]
     assert trained == pytest.approx(found["compute_s"] + job["exposed_communication_s"])
@@ -222,7 +213,7 @@ def test_json_has_it_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found["model"]["numel"] == numel
     assert found["settings"]["batch"] == 2
     assert found["settings"]["subgroup_size"] == automatic_subgroup_size(numel, found["settings"]["device_bytes"])
-    assert found["host"]["per_rank"] == found["host"]["all_ranks"] == 14 * numel
+    assert found["host"]["per_rank"] == found["host"]["per_node"] == 14 * numel
     assert found["host"]["available"] is None
     assert found["device"]["weights"] == 2 * numel
     assert 0 < found["device"]["resident_state"] <= found["device"]["room_for_state"] < found["device"]["state"]
