@@ -14,9 +14,6 @@ from perfmodel.planner.outcome import Outcome, by_label, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
 from perfmodel.planner.whatif import SMALLEST, largest, levers, most, remedies
-from perfmodel.timeline import Op
-
-DAY_S = 86_400
 
 
 class Answer:
@@ -32,8 +29,6 @@ class Answer:
     streamed: weights that come from the host in each forward and each backward. staying: weights of blocks that stay on
         the device, beyond the window that the peak has.
     all_resident: memory that a device needs for all state; None with parameters on the host.
-    written_per_step, written_per_day: to the disks of a node. worn_per_day: the share of the bytes that they are rated
-        for. None where it is not known.
     tokens_per_s: of the whole job; None if it does not fit. busy_s: for which each resource works in a step.
     limit: the memory that the job does not fit into, else the resource that works longest.
     best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.
@@ -65,11 +60,6 @@ class Answer:
         self.offloaded = plan.activation_bytes if plan else situation.least_offloaded
         self.host_per_rank = situation.host_per_rank + self.offloaded - situation.least_offloaded
         self.state_on_disk = work.state_bytes_of(plan.on_disk) if plan else 0
-        tasks = situation.operations(plan) if plan and self.state_on_disk else []
-        self.written_per_step = sum(task.size for task in tasks if task.op is Op.WRITE) * question.ranks
-        self.written_per_day = self.written_per_step * DAY_S / seconds if seconds else None
-        rated, written = question.disk_endurance, self.written_per_day
-        self.worn_per_day = None if rated is None or written is None else written / rated
 
         self.tokens_per_s = question.step_tokens / seconds if seconds else None
         self.busy_s = situation.busy_s(plan) if plan else {}
@@ -159,8 +149,8 @@ class Answer:
         }
 
     def _disk(self) -> dict[str, Any]:
-        """Return the entries of the disk; bytes written are of a node."""
-        question, situation, worn = self.question, self.situation, self.worn_per_day
+        """Return the entries of the disk."""
+        question, situation = self.question, self.situation
         return {
             "state": self.state_on_disk,
             "windows": situation.spill.windows,
@@ -168,11 +158,6 @@ class Answer:
             "per_node": situation.disk_needed,
             "available": question.disk_bytes,
             "fits": DISK not in situation.lacking,
-            "written_per_step": self.written_per_step,
-            "written_per_day": self.written_per_day,
-            "endurance": question.disk_endurance,
-            "endurance_share_per_day": worn,
-            "endurance_days": 1 / worn if worn else None,
         }
 
 

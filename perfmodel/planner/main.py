@@ -146,10 +146,8 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     if settings.get("micro_batches") == 1:
         settings["accumulation"] = False
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
-    if "disk_bytes" not in settings and (asked.disk_read or asked.disk_write or "disk_endurance" in settings):
-        raise ValueError(
-            "--disk-read, --disk-write and --disk-endurance are of disks that state is on; add --disk, such as 2TB"
-        )
+    if "disk_bytes" not in settings and (asked.disk_read or asked.disk_write):
+        raise ValueError("--disk-read and --disk-write are of disks that state is on; add --disk, such as 2TB")
     question = Question(model, _profile(asked, machine), machine.device_bytes, **settings)
     if host is not None and host.nbytes <= question.reserved_on_host:
         raise ValueError(

@@ -110,9 +110,6 @@ class Question:
         type=parse_bytes,
         write=in_tb,
     )
-    disk_endurance: int | None = _size(
-        None, "bytes that a node's disks are rated to be written: 1200TB", type=parse_bytes
-    )
 
     def __post_init__(self) -> None:
         if self.offload_parameters and not self.fsdp:

@@ -91,7 +91,7 @@ def _headline(answer: Answer) -> Iterator[str]:
                 "attach(weights=...)."
             )
         if answer.state_on_disk:
-            yield from _on_disk(answer)
+            yield _on_disk(answer)
     yield from _largest(answer)
 
 
@@ -141,18 +141,13 @@ def _batch(question: Question) -> str:
     return f"{question.batch:,} x {question.sequence:,} tokens{' per GPU' if question.ranks > 1 else ''}"
 
 
-def _on_disk(answer: Answer) -> Iterator[str]:
-    """Yield the places of the state, and how long the disks last."""
+def _on_disk(answer: Answer) -> str:
+    """Describe the places of the state."""
     resident, on_disk, total = answer.resident_state, answer.state_on_disk, answer.situation.state_bytes
     tiers = {"the GPU": resident, "the host": total - resident - on_disk, "disk": on_disk}
     rests = " and ".join(f"{format_bytes(nbytes)} on {tier}" for tier, nbytes in tiers.items() if nbytes)
     ranks = " of each rank" if answer.question.ranks > 1 else ""
-    yield f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
-    wears = f"Each step writes {format_bytes(answer.written_per_step)} to the disks of a node"
-    wears += f", a day of training {format_bytes(answer.written_per_day or 0)}"
-    if worn := answer.worn_per_day:
-        wears += f", {worn:.2%} of what they are rated for, which lasts {1 / worn:,.0f} days"
-    yield f"{wears}."
+    return f"The optimizer state{ranks} takes {rests}, as DOSAdam(disk=...) keeps it."
 
 
 def _expected(answer: Answer) -> Iterator[str]:
