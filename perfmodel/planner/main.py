@@ -206,7 +206,7 @@ def command_line() -> argparse.ArgumentParser:
     """The parser of all options: of `CommandLine` and of `Question`."""
     parser = _Parser(
         prog="python -m perfmodel",
-        description="What fits on which machine, how long it takes there, and what more would buy. Nothing is run.",
+        description="What fits on which machine, how long it takes there, and which settings would help. Nothing is run.",
     )
     groups: dict[str, Any] = {
         title: parser.add_argument_group(title) for title in ("the model", "the machine", "training", "output")

@@ -58,11 +58,9 @@ class Outcome:
         return {name: value for name, value in vars(self).items() if name != "plan"} | rest
 
 
-def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
+def adaptive_outcome(situation: Situation) -> Outcome:
     """Outcome of DOSAdam's adaptive policy, which measures the compute that transfers can run beside.
 
-    kept: a plan made for another machine with as many subgroups, which is as good as planning anew
-        where that finds nothing faster: plans are the best of those that are tried.
     Parameters on the host are updated in place, under any policy.
     """
     if situation.question.offload_parameters:
@@ -76,7 +74,7 @@ def adaptive_outcome(situation: Situation, kept: Plan | None = None) -> Outcome:
         backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
     )
     # The forward and backward that DOSAdam measures have collectives in them, beside which less is worth while.
-    plans = dict.fromkeys([adaptive(work, situation.profile), resident(work), *([] if kept is None else [kept])])
+    plans = dict.fromkeys([adaptive(work, situation.profile), resident(work)])
     return min((_outcome("adaptive", situation, plan) for plan in plans), key=lambda outcome: outcome.seconds)
 
 

@@ -232,8 +232,6 @@ def _tables(answer: Answer) -> Iterator[Table]:
         for lever in answer.levers:
             seconds = lever.outcome.seconds
             _add(table, lever.change, seconds, seconds / best.seconds - 1 if best.fits else "fits", lever.largest_batch)
-        size = format_count(answer.question.subgroup_size)
-        table.caption = f"GPU memory counts in whole subgroups, of {size} parameters here."
         yield table
 
 

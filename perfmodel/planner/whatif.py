@@ -1,8 +1,7 @@
-"""Changes that would help: faster parts, more memory, other settings, each asked anew."""
+"""Changes that would help: other settings, and sizes that fit, each asked anew."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from perfmodel.format import INT8
-from perfmodel.hardware import DISK_RATES, LINK_RATES
 from perfmodel.planner.options import difference
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import MAX_SUBGROUPS, Question
@@ -82,11 +80,11 @@ pass: only if nothing else is enough.
 
 @dataclass(frozen=True)
 class Lever:
-    """One change, the outcome of the adaptive policy then, and for a setting the largest batch that then fits."""
+    """One change, the outcome of the adaptive policy then, and the largest batch that then fits."""
 
     change: str
     outcome: Outcome
-    largest_batch: int | None = None
+    largest_batch: int
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields, with the entries of the outcome among them."""
@@ -117,19 +115,7 @@ class Remedy:
 
 
 def levers(question: Question, now: Outcome) -> Iterator[Lever]:
-    """Yield changes that may help, each recomputed: hardware always, settings only where they make a difference.
-
-    No change helps with which it does not fit. Better hardware can do its old work, with the plan made for
-    less of it, and at its old pace (a processor twice as fast with half of its threads, where more
-    would take host memory's bandwidth from the links); so it never costs time.
-    """
-    # With subgroups as large as before, so that the plan is one for them, too.
-    same = question.replace(chosen_size=question.subgroup_size)
-    for change, changes in _hardware(same):
-        better = Situation(same.replace(**changes))
-        outcome = min(adaptive_outcome(better, kept=now.plan), now, key=lambda each: each.seconds)
-        if outcome.fits:
-            yield Lever(change, outcome)
+    """Yield settings that make a difference, each recomputed. None helps with which it does not fit."""
     batch = most(question, "batch")
     for changes in _settings(question):
         if (other := question.replace(**changes)) == question:
@@ -137,24 +123,6 @@ def levers(question: Question, now: Outcome) -> Iterator[Lever]:
         outcome, larger = adaptive_outcome(Situation(other)), most(other, "batch")
         if outcome.seconds < (1 - WORTHWHILE) * now.seconds or (outcome.fits and larger >= LARGER_BATCH * batch):
             yield Lever(difference(question, other), outcome, larger)
-
-
-def _hardware(question: Question) -> Iterator[tuple[str, dict[str, Any]]]:
-    """More memory and faster parts."""
-    if not question.offload_parameters:
-        for gib in (1, 8):
-            yield f"{gib} GiB more GPU memory", {"device_bytes": question.device_bytes + gib * 2**30}
-    profile, fabric = question.profile, question.fabric
-    rates = {"links": LINK_RATES, "host memory": ("host_bandwidth",), "CPU update": ("cpu_update_rate",)}
-    rates |= {"disks": DISK_RATES} if question.disk_bytes is not None else {}
-    for what, names in rates.items():
-        faster = profile.replace(**{name: 2 * getattr(profile, name) for name in names})
-        yield f"{what} twice as fast", {"profile": faster}
-    if fabric.interconnect and question.ranks > 1:
-        yield (
-            "GPU interconnect twice as fast",
-            {"fabric": dataclasses.replace(fabric, interconnect=2 * fabric.interconnect)},
-        )
 
 
 def _settings(question: Question) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,7 @@ SLOW = {
     "experiments.sweep emulated": "",
     "experiments.weights": "--rounds 1 --largest 2 --json",
     "perfmodel --disk": "2TB --params 7e9 --gpu 24GB --host 64GB --checkpointing --offload-gradients",
-    "perfmodel --fsdp": "--params 70e9 --machine h200 --ranks 8 --checkpointing --host 2TiB",
+    "perfmodel --fsdp": "--params 30e9 --machine h100 --ranks 4 --checkpointing --host 512GiB",
 }
 RUN_ELSEWHERE = {
     **{f"experiments.{name}": "" for name in ("activations", "arithmetic", "disk", "dry", "emulation", "formats")},

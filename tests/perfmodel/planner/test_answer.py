@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
@@ -17,7 +15,7 @@ from dos.planning.forecast import MARGIN as DOS_MARGIN
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
-from perfmodel.hardware import LINK_RATES, HardwareProfile, builtin_profiles
+from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.planner.answer import Answer
 from perfmodel.planner.machine import GPUS
 from perfmodel.planner.memory import device_footprint
@@ -103,45 +101,11 @@ def test_the_best_ratio_is_the_one_that_fits_and_is_fastest() -> None:
 def test_changes_that_would_help_are_planned_anew() -> None:
     asked = question(chosen_size=175_000_000)
     found = {lever.change: lever.outcome for lever in levers(asked, adaptive_outcome(Situation(asked)))}
-    more = asked.replace(device_bytes=asked.device_bytes + 8 * GIB)
-    assert found["8 GiB more GPU memory"] == adaptive_outcome(Situation(more))
-    faster = A100.replace(**{rate: 2 * getattr(A100, rate) for rate in LINK_RATES})
-    assert found["links twice as fast"] == adaptive_outcome(Situation(asked.replace(profile=faster)))
     assert "--checkpointing" not in found, "it is on already"
+    assert found["--offload-activations auto"] == adaptive_outcome(Situation(asked.replace(offload_activations="auto")))
     without = asked.replace(checkpointing=False)
     batches = {lever.change: lever.largest_batch for lever in levers(without, adaptive_outcome(Situation(without)))}
     assert (batches["--checkpointing"] or 0) > 1.5 * most(without, "batch"), "a multiple of the batch is said"
-
-
-# Where the search, asked anew, finds a slower plan for a faster machine.
-@example(machine="rtx_4090_desktop", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
-@example(machine="h100", numel=1e9, spare=1.0, flops_rate=math.inf, sharded=False)
-@example(machine="gh200", numel=1e9, spare=9.0, flops_rate=math.inf, sharded=False)
-@settings(max_examples=6)
-@given(
-    machine=st.sampled_from(sorted(GPUS)),
-    numel=st.floats(3e8, 8e9),
-    spare=st.floats(0.5, 11),
-    flops_rate=st.sampled_from([math.inf, 5e13, 4e14]),
-    sharded=st.booleans(),
-)
-def test_better_hardware_never_costs_time(
-    machine: str, numel: float, spare: float, flops_rate: float, sharded: bool
-) -> None:
-    """Planning anew alone may: plans are the best of those tried, and a faster CPU takes DRAM from links."""
-    divided = {"ranks": 4, "fsdp": True} if sharded else {}
-    device_bytes = int(numel * (4 + spare) + 3 * GIB)
-    settings = {"device_bytes": device_bytes, "flops_rate": flops_rate, "chosen_size": int(numel / 24), **divided}
-    asked = question(numel, machine, **settings)
-    now = adaptive_outcome(Situation(asked))
-    found = {lever.change: lever.outcome.seconds for lever in levers(asked, now)}
-    for change, seconds in found.items():
-        if change.endswith(("more GPU memory", "twice as fast")):
-            assert seconds <= now.seconds, change
-    memory = asked.profile.replace(host_bandwidth=2 * asked.profile.host_bandwidth)
-    if now.plan is not None:
-        kept_s = Situation(asked.replace(profile=memory)).iteration_s(now.plan)
-        assert found["host memory twice as fast"] <= kept_s, "the plan of before goes faster, too"
 
 
 def test_the_largest_batch_and_sequence_fit_and_larger_ones_do_not() -> None:
@@ -190,9 +154,6 @@ def test_a_device_that_is_too_small() -> None:
     assert not any(row.fits or row.update_s or row.iteration_s for row in found.policies)
     assert found.bound is None
     assert found.alternative is None
-    checkpointed = asked.replace(checkpointing=True)
-    helps = {lever.change for lever in levers(checkpointed, adaptive_outcome(Situation(checkpointed)))}
-    assert "8 GiB more GPU memory" in helps
     proposed = proposals(asked)
     assert "with --checkpointing" not in proposed, "weights and gradients alone are too large"
     offloaded = asked.replace(offload_gradients=True)
