@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
@@ -171,20 +170,14 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
     return Machine(profile, gpu, device_bytes, notes)
 
 
-def is_machine(name: str) -> bool:
-    """Return whether a machine or GPU has this name, or one of several has it as a part."""
-    return bool(_similar(name, (*ALIASES, *CARDS, *builtin_profiles())))
-
-
 def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     """The rates of the machine of that name, and its GPU, if that is known."""
-    known = builtin_profiles()
-    meant = {_short(each): each for each in (*known, *ALIASES, *CARDS)}.get(_short(name), name)
-    meant = ALIASES.get(meant, meant)
-    if meant in known:
-        return known[meant], GPUS.get(meant)
-    if meant in CARDS:  # link and bandwidth of its data sheet
-        card = CARDS[meant]
+    known, names = builtin_profiles(), (*ALIASES, *CARDS, *builtin_profiles())
+    profile = ALIASES.get(name, name)
+    if profile in known:
+        return known[profile], GPUS.get(profile)
+    if name in CARDS:  # link and bandwidth of its data sheet
+        card = CARDS[name]
         alone, duplex = (rate * card.lanes / 16 for rate in LINKS[card.pcie])
         host = "the host's are cautious guesses" if card.host == UNKNOWN else f"the host is that of {card.host}"
         rates = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth"), alone)
@@ -194,20 +187,6 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
         return known[card.host].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
     if name.endswith(".json") or Path(name).exists():
         return HardwareProfile.load(name), None
-    similar = _similar(name, (*ALIASES, *CARDS)) or _similar(name, known)
-    there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join((*ALIASES, *CARDS, *known))}"
+    similar = get_close_matches(name.lower(), names, n=5)
+    there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(names)}"
     raise ValueError(f"no machine {name!r}; {there} (or pass the file of a profile)")
-
-
-def _similar(name: str, known: Iterable[str]) -> list[str]:
-    """The names that may be meant: those that have the given one as a part, else those that are spelled alike."""
-    short = {_short(each): each for each in known}
-    parts = [each for key, each in short.items() if _short(name) and _short(name) in key]
-    return parts or [short[key] for key in get_close_matches(_short(name), short)]
-
-
-def _short(name: str) -> str:
-    """A name of a GPU however it is written: `RTX 4090`, `rtx-4090`, `A100-80GB`. Of a path nothing is left out."""
-    if Path(name).name != name:
-        return name
-    return "".join(filter(str.isalnum, name.lower())).removesuffix("gb")

@@ -25,14 +25,12 @@ from perfmodel.planner.machine import (
     Fabric,
     Machine,
     find_machine,
-    is_machine,
 )
 from perfmodel.planner.options import add_options, given, option
 from perfmodel.planner.question import Question
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.units import (
     Memory,
-    UnitError,
     format_bytes,
     format_count,
     format_rate,
@@ -44,15 +42,6 @@ from perfmodel.planner.units import (
 )
 
 MACHINES = ", ".join((*ALIASES, *CARDS, *GPUS))
-
-
-def _gpu_memory(text: str) -> Memory:
-    """Parse the memory of a GPU. Raises UnitError, which names --machine if a GPU's name was given."""
-    try:
-        return parse_memory(text)
-    except UnitError as error:
-        known = is_machine(text)
-        raise UnitError(f"{error}" + known * f"; a GPU's name is given by --machine {text}") from None
 
 
 _machine = partial(option, None, group="the machine")
@@ -76,7 +65,7 @@ class CommandLine:
         None, "parameters instead: 7e9, 7B, 350M", "the model", metavar="N", type=parse_parameters
     )
     machine: str = option(UNKNOWN, f"{MACHINES}, or a calibrated profile", "the machine", metavar="NAME|PROFILE")
-    gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=_gpu_memory)  # noqa: RUF009
+    gpu: Memory | None = _machine("memory of one GPU: 24GB, 23.6GiB", metavar="SIZE", type=parse_memory)  # noqa: RUF009
     interconnect: float | None = _rate("of each GPU within its node, one way: 450GB")
     disk_read: float | None = _rate("of a node's disks while they do nothing else: 7GB")
     disk_write: float | None = _rate("of a node's disks likewise: 5GB")
@@ -206,7 +195,7 @@ def command_line() -> argparse.ArgumentParser:
     """The parser of all options: of `CommandLine` and of `Question`."""
     parser = _Parser(
         prog="python -m perfmodel",
-        description="What fits on which machine, how long it takes there, and which settings would help. Nothing is run.",
+        description="What fits on which machine, how long it takes there, which settings would help. Nothing is run.",
     )
     groups: dict[str, Any] = {
         title: parser.add_argument_group(title) for title in ("the model", "the machine", "training", "output")

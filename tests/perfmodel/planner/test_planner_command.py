@@ -246,12 +246,12 @@ def test_a_machine_of_one_s_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("machine", "profile", "device_gib"),
     [
-        ("--machine A100-40", "a100_bound", 39.4),
-        ("--machine a100-80GB", "a100_pcie_server", 79.1),
-        ("--machine H100", "h100", 79.6),
+        ("--machine a100-40", "a100_bound", 39.4),
+        ("--machine a100-80", "a100_pcie_server", 79.1),
+        ("--machine h100", "h100", 79.6),
         ("--machine rtx_4090_desktop --gpu 24GB", "rtx_4090_desktop", 23.6),
-        ("--machine rtx4090 --gpu 20GiB", "rtx_4090_desktop", 20),
-        ("--machine RTX-5090", "RTX 5090", 31.3),
+        ("--machine rtx-4090 --gpu 20GiB", "rtx_4090_desktop", 20),
+        ("--machine rtx-5090", "RTX 5090", 31.3),
         ("--gpu 24GB", "unknown", 0.98 * 24),
         ("--gpu 24e9", "unknown", 24e9 / 2**30),
     ],
