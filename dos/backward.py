@@ -82,7 +82,6 @@ class Backward:
             policy,
             options.profile,
             options.memory_budget,
-            options.memory_interval,
             held=lambda: device_store.nbytes + registry.lasting_bytes + sum(each.nbytes for each in streams),
             on_host=lambda: host_store.nbytes,
             away=activations.away,

@@ -90,8 +90,6 @@ class DOSAdam(Optimizer):
             during the update, by NVML and the caching allocator, less 2% of the device. An int limits it to that many
             bytes, a float to that share of the device's memory. A function is called in each iteration and replaces
             these measurements: state may use the bytes that it returns, for which the caller is responsible.
-        memory_interval: seconds between samples of free memory by a thread, for memory that other programs take and
-            release within an iteration. None: samples only in backward and around the update.
         disk: a folder, or several that are used at once, for state that exceeds ``host_memory`` (docs/disk.md). It is
             read and written in each step. The files are removed when the process ends, after a crash by the next
             process that uses the folder. Only for parameters on an accelerator.
@@ -138,7 +136,6 @@ class DOSAdam(Optimizer):
         state_format: str | None = None,
         offload_gradients: bool = False,
         memory_budget: int | float | Callable[[], int] | None = None,
-        memory_interval: float | None = None,
         disk: str | Path | Sequence[str | Path] | None = None,
         host_memory: int | None = None,
         decoupled_weight_decay: bool = True,
@@ -175,7 +172,6 @@ class DOSAdam(Optimizer):
             rule=rule,
             offload_gradients=offload_gradients,
             memory_budget=memory_budget,
-            memory_interval=memory_interval,
             disk=folders_of(disk),
             host_memory=host_memory,
             skip_nonfinite=skip_nonfinite,

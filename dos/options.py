@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ class Options:
     rule: Rule
     offload_gradients: bool
     memory_budget: int | float | Callable[[], int] | None
-    memory_interval: float | None
     disk: tuple[Path, ...] = ()
     host_memory: int | None = None
     skip_nonfinite: bool = False
@@ -99,11 +97,9 @@ class Options:
             )
         if self.disk and self.policy == RESIDENT:
             raise ValueError("policy='resident' keeps all state on the device; leave disk= out, or choose 'adaptive'")
-        for name in ("max_grad_norm", "memory_interval"):
-            value = getattr(self, name)
-            if value is not None:
-                check_number(value, name, or_bool=False)
-                self._replace(name, float(value))
+        if self.max_grad_norm is not None:
+            check_number(self.max_grad_norm, "max_grad_norm", or_bool=False)
+            self._replace("max_grad_norm", float(self.max_grad_norm))
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, or None for no clipping, found {self.max_grad_norm}")
         budget = self.memory_budget
@@ -119,8 +115,6 @@ class Options:
                     f"memory_budget must be 0 or more bytes as an int, or a share in [0, 1] as a float, found {budget}"
                 )
             self._replace("memory_budget", amount)
-        if self.memory_interval is not None and not 0 < self.memory_interval < math.inf:
-            raise ValueError(f"memory_interval must be above 0 seconds, or None, found {self.memory_interval}")
 
 
 def folders_of(disk: str | Path | Sequence[str | Path] | None) -> tuple[Path, ...]:

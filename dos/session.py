@@ -542,6 +542,11 @@ class Session:
         if not within:
             self.synchronize()
 
+    def sample_memory(self) -> None:
+        """Sample the device's memory in forward, unless the last sample is recent."""
+        if self.on_device is not None:
+            self.on_device.decisions.memory.sample()
+
     def _lists(self) -> list[GroupParameters]:
         """Return the groups' lists of parameters, without those that user code has set."""
         return [group["params"] for group in self.groups if isinstance(group["params"], GroupParameters)]

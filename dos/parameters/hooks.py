@@ -219,6 +219,7 @@ class Attachment:
             if watcher.waits():
                 self._finish_all(module)
             return
+        watcher.sample_memory()
         if module in self._ran and not watcher.waits():
             return
         # Its parameters are gathered now; the all-gather has waited for the shards.

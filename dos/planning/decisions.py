@@ -45,7 +45,6 @@ class Decisions:
         policy: Policy,
         profile: HardwareProfile | str | Path | None,
         budget: Budget,
-        interval: float | None,
         *,
         held: Callable[[], int],
         on_host: Callable[[], int],
@@ -53,10 +52,10 @@ class Decisions:
         pooled: Callable[[], int],
         pinned: Callable[[], int],
     ) -> None:
-        """policy, profile, budget, interval: the user's arguments."""
+        """policy, profile, budget: the user's arguments."""
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
-        self.memory = MemoryMonitor(device, lambda: held() - away(), budget, interval)
+        self.memory = MemoryMonitor(device, lambda: held() - away(), budget)
         self.pace = Pace(queues=device.queues)
         self._device = device
         self._policy = policy

@@ -6,7 +6,6 @@ import math
 import statistics
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,7 +43,6 @@ class MemoryMonitor:
     held: returns the bytes of optimizer state on the device, less the bytes of saved tensors that have moved by the
         plan, so that the forecast holds for an iteration in which all of them stay; called from several threads.
     budget: see `Budget`; a function replaces the measurements, a number limits them.
-    interval_s: seconds between samples by a thread of its own; None: samples only at calls of `sample`.
     reading: the last one. forecast: of the next iteration.
     withheld: of the memory that was free or state's own at the last call of `limits`, the bytes that state may not use
         at the peak of the iteration, with the reasons. Empty if there is room for all state.
@@ -52,13 +50,7 @@ class MemoryMonitor:
     grows_short: whether the room was less than in the iteration before, so that state may soon have to move.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        held: Callable[[], int],
-        budget: Budget = None,
-        interval_s: float | None = None,
-    ) -> None:
+    def __init__(self, device: Device, held: Callable[[], int], budget: Budget = None) -> None:
         self._held = held
         self._budget = budget
         self._reader = MemoryReader(device)
@@ -80,8 +72,6 @@ class MemoryMonitor:
         self.withheld: tuple[tuple[int, str], ...] = ()
         self.reading = self._reader.read()
         renewed.add(self)
-        if interval_s is not None:
-            _start_thread(self, interval_s)
 
     def renew(self) -> None:
         """Make another lock: in a forked child, a thread that does not exist there may have the old one."""
@@ -110,7 +100,7 @@ class MemoryMonitor:
 
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last one is so recent that sampling would take more than its share of time."""
-        # Without the lock, because each gradient calls this.
+        # Without the lock, because each gradient and each module of a forward calls this.
         if always or time.perf_counter() >= self._due:
             self._sample()
 
@@ -212,21 +202,3 @@ def _withheld(free: int, limits: Sequence[tuple[int, str]]) -> tuple[tuple[int, 
             found.append((free - max(limit, 0), why))
             free = max(limit, 0)
     return tuple(found)
-
-
-def _start_thread(monitor: MemoryMonitor, interval_s: float) -> None:
-    """Sample until the monitor is collected."""
-    # Weak, because a thread that never ends would keep the monitor, and by it the device's memory.
-    reference = weakref.ref(monitor)
-
-    def sample() -> None:
-        while True:
-            time.sleep(interval_s)
-            alive = reference()
-            if alive is None:
-                return
-            alive.sample()
-            # Else this thread would keep the monitor alive while it sleeps.
-            del alive
-
-    threading.Thread(target=sample, name="dos-memory", daemon=True).start()

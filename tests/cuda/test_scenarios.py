@@ -153,7 +153,7 @@ def test_memory_falls_while_windows_are_full(attached: bool, tmp_path: Path, mon
     total, held, on_disk = 64 << 20, list[float](), list[float]()
     left = int(0.75 * MARGIN * total)
     model: dict[str, Any] = {"layers": 16, "steps": 12, "attached": attached}
-    disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "memory_interval": 0.01, "profile": "h100"}
+    disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 20_000_000, "profile": "h100"}
     expected = run(with_policy("cpu"), **model)
     monkeypatch.setattr(CudaDevice, "disk_io", slow)
     lib.sim_capacity(total)

@@ -46,7 +46,6 @@ CLEAR = [
     ("subgroup_size", [1e2, np.int64(100), np.float32(100)]),
     ("host_memory", [4e9, np.int64(4 * 10**9), np.float64(4e9)]),
     ("memory_budget", [4e6, np.int64(10**6), np.float32(0.5), 1.0, lambda: 1e6, lambda: np.int64(10**6)]),
-    ("memory_interval", [1, np.float32(1)]),
     ("max_grad_norm", [1, np.float32(1), torch.tensor(1.0)]),
     ("policy", [0, np.float32(0.5)]),
     ("offload_gradients", [1, np.True_]),

@@ -61,7 +61,6 @@ def test_settings(settings: dict, message: str) -> None:
         ("eps", ["1e-8"]),
         ("lr", ["1e-3"]),
         ("max_grad_norm", ["1"]),
-        ("memory_interval", ["a", True]),
         ("profile", [5]),
         ("disk", [3, ["a", 3], b"a"]),
     ],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
+import math
 import os
 import signal
 import threading
@@ -47,28 +47,6 @@ class Watched(EmulatedDevice):
             raise
         self.most = max(self.most, self.usage().held)
         return buffer
-
-
-def test_the_thread_samples_and_ends_with_its_optimizer() -> None:
-    device, model, enough = Watched(STATE_BYTES), mlp(), threading.Event()
-    before = set(threading.enumerate())
-    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=100, memory_interval=1e-3)
-    train(model, optimizer, STEPS)
-    (thread,) = (t for t in set(threading.enumerate()) - before if t.name == "dos-memory")
-    assert thread.daemon
-    assert bits(model.parameters()) == bits_on_host()
-
-    def reports(true: Memory) -> Memory:
-        if threading.current_thread() is thread:
-            enough.set()
-        return true
-
-    device.reports = reports
-    assert enough.wait(60), "the thread samples"
-    del optimizer
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -222,6 +200,26 @@ def test_the_first_peak_is_seen_when_samples_are_rare(monkeypatch: pytest.Monkey
         own[0] = STATE_BYTES // 2
         optimizer.step()
     assert STATE_BYTES < device.peak_bytes <= device.capacity
+
+
+def test_memory_that_others_have_only_within_a_forward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dos.planning.monitor.SHARE_OF_TIME", math.inf)
+    model, others = mlp(), [0]
+    device = EmulatedDevice(FAST, capacity=10**6, neighbour=lambda: others[0])
+    seen = list[int]()
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128)
+    optimizer.attach(model)
+    first, *_, last = model
+    first.register_forward_hook(lambda *_: others.__setitem__(0, 400_000))
+    last.register_forward_pre_hook(lambda *_: others.__setitem__(0, 0))
+    sample = Forecast.sample
+    monkeypatch.setattr(
+        Forecast,
+        "sample",
+        lambda self, phase, *a, others, **k: (seen.append(others), sample(self, phase, *a, others=others, **k)),
+    )
+    train(model, optimizer, 2)
+    assert max(seen) == 400_000
 
 
 def test_a_child_that_is_forked_while_a_thread_samples_can_sample(device: EmulatedDevice) -> None:
