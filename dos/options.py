@@ -90,11 +90,6 @@ class Options:
             raise TypeError(f"profile must be a HardwareProfile, a file, a name, or None, found {self.profile!r}")
         if isinstance(self.profile, str | Path):
             check_named(self.profile)
-        if self.disk and self.rule.whole:
-            raise ValueError(
-                "disk= has subgroups of whole pages, which divide parameters, and this optimizer updates them as a "
-                "whole; leave disk= out"
-            )
         if self.disk and self.policy == RESIDENT:
             raise ValueError("policy='resident' keeps all state on the device; leave disk= out, or choose 'adaptive'")
         if self.max_grad_norm is not None:

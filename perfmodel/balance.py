@@ -170,7 +170,7 @@ class Balance:
             row[list(self._workload.streaming(division.blocks))] = 1.0
         residents = held.sum(axis=1, keepdims=True)
         returned = self._workload.returns
-        on_cpu = np.arange(sum(load.on_cpu for load in self._workload.subgroups) + 1.0)[None, :]
+        on_cpu = np.arange(n + 1.0)[None, :]
         of_others = np.minimum(on_cpu, n - residents)
         streamed = n - residents - of_others
         staying = residents - (on_cpu - of_others)

@@ -100,17 +100,10 @@ class Plan:
 
     def on_host(self, subgroups: Collection[int]) -> Plan:
         """The plan with these subgroups updated on the host."""
-        return self._with(Placement.CPU, subgroups)
-
-    def streaming(self, subgroups: Collection[int]) -> Plan:
-        """The plan with these subgroups streamed, through one slot at least."""
-        return self._with(Placement.GPU_STREAMED, subgroups, max(self.slots, 1))
-
-    def _with(self, placement: Placement, subgroups: Collection[int], slots: int | None = None) -> Plan:
         if not subgroups:
             return self
-        placements = tuple(placement if i in subgroups else p for i, p in enumerate(self.placements))
-        return replace(self, placements=placements, slots=self.slots if slots is None else slots)
+        placements = tuple(Placement.CPU if i in subgroups else p for i, p in enumerate(self.placements))
+        return replace(self, placements=placements)
 
     def __str__(self) -> str:
         counts = Counter(self.placements)

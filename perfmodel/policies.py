@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from itertools import accumulate
-from operator import attrgetter
 
 from perfmodel.demand import demand
 from perfmodel.hardware import HardwareProfile
@@ -87,13 +86,6 @@ def spilled(plan: Plan, workload: Workload) -> Plan:
         on_disk.add(i)
         excess -= workload.subgroups[i].host_bytes
     return plan if on_disk == plan.on_disk else dataclasses.replace(plan, on_disk=frozenset(on_disk))
-
-
-def off_cpu(plan: Plan, workload: Workload) -> Plan:
-    """The plan with all subgroups streamed that the CPU cannot update."""
-    if all(map(attrgetter("on_cpu"), workload.subgroups)):  # asked in each iteration
-        return plan
-    return plan.streaming({i for i in plan.served(Placement.CPU) if not workload.subgroups[i].on_cpu})
 
 
 def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:

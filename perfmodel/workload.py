@@ -26,7 +26,6 @@ class SubgroupLoad:
     returned_bytes: of gradients that have left for the host in any case, and come up again for updates on the device.
     host_bytes: host memory that it takes where its state rests there: with gradients and parameters on their way.
     format: of the state, which says how fast updates are.
-    on_cpu: whether the CPU can update it.
     """
 
     numel: int
@@ -37,7 +36,6 @@ class SubgroupLoad:
     returned_bytes: int = 0
     host_bytes: int = 0
     format: str = field(default=MIXED.name, kw_only=True)
-    on_cpu: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -45,11 +43,11 @@ class SubgroupLoad:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
 
     @classmethod
-    def of(cls, numel: int, state: Format, *, on_cpu: bool = True) -> SubgroupLoad:
+    def of(cls, numel: int, state: Format) -> SubgroupLoad:
         """A subgroup of `numel` parameters whose state is kept in one format."""
         each = state.value_bytes, state.value_bytes, state.state_bytes, state.read_bytes
         sizes = [int(numel * nbytes) for nbytes in (*each, 0, state.held_bytes)]
-        return cls(numel, *sizes, format=state.name, on_cpu=on_cpu)
+        return cls(numel, *sizes, format=state.name)
 
     @property
     def cpu_traffic(self) -> int:
@@ -58,7 +56,7 @@ class SubgroupLoad:
         return int(update_traffic(*each))
 
 
-SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name not in ("format", "on_cpu"))
+SIZES = tuple(f.name for f in fields(SubgroupLoad) if f.name != "format")
 """The fields of a subgroup that are counts or bytes."""
 AHEAD = 2
 """Groups of saved tensors that are on their way at a time while backward uses another."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
 from dos.rules.base import Rule
-from dos.sharding.local import is_sharded, local
+from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord, is_dense, kind_of
 from dos.torch_internals.tensors import is_wrapper
 
@@ -99,15 +99,6 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rul
         hint = "use torch.optim.AdamW for it" if number else "freeze it"
         raise TypeError(f"{name_of(parameter, group)}: expected a parameter of {_FLOATS}, found {mine.dtype}; {hint}")
     accelerated = devices.holds(parameter)
-    if not accelerated and not rule.on_cpu:
-        raise ValueError(
-            f"{name_of(parameter, group)} is on {parameter.device}, where this optimizer cannot update; move the model "
-            "to an accelerator first"
-        )
-    if rule.whole and is_sharded(parameter):
-        raise ValueError(
-            f"{name_of(parameter, group)} is a DTensor, divided over ranks, and this optimizer updates whole parameters"
-        )
     if not accelerated and parameter.device.type != "cpu":
         raise ValueError(
             f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "

@@ -133,7 +133,7 @@ class Allocation:
                 self._options.rule,
                 state,
                 tier=Tier.DEVICE if lasting else Tier.HOST,
-                part=1 if self._options.rule.whole else rounded(size),  # subgroups of whole parameters differ in size
+                part=rounded(size),
                 weights=id(parameters[0]) in self._devices.streamed,
             )
         records = make_records(parameters, arena, first)

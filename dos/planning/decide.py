@@ -14,7 +14,7 @@ from dos.state.subgroup import Subgroup
 from dos.step.prepare import Rooms
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
-from perfmodel.policies import off_cpu, spilled
+from perfmodel.policies import spilled
 from perfmodel.windows import ordered
 
 
@@ -63,7 +63,7 @@ def decide(facts: Facts, policy: Policy) -> Plan:
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
         plan = dataclasses.replace(spilled(policy(less), less), activation_bytes=plan.activation_bytes)
-    plan = off_cpu(ordered(plan, work, reverse=facts.reverse).on_host(facts.denied), work)
+    plan = ordered(plan, work, reverse=facts.reverse).on_host(facts.denied)
     if work.blocks:
         plan = dataclasses.replace(plan, blocks_on_device=_blocks(plan, work) if facts.blocks is None else facts.blocks)
     return plan if facts.rooms is None else _where_there_is_room(plan, facts.rooms)

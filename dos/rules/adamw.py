@@ -45,8 +45,6 @@ class AdamW:
     state_format: str | None = None
 
     keys: ClassVar[tuple[str, ...]] = STATE_KEYS
-    whole: ClassVar[bool] = False
-    on_cpu: ClassVar[bool] = True
     write_entry = staticmethod(entries.write_entry)
     prepare = staticmethod(update.prepare)
 
@@ -169,7 +167,7 @@ class AdamW:
 
     def batch(self, runs: Sequence[Run]) -> AdamBatch:
         # A placeholder of the right length for the gradient, whose address `point` sets.
-        return AdamBatch([AdamArrays(updated, updated, **fields, out=out) for updated, fields, out, _ in runs])
+        return AdamBatch([AdamArrays(updated, updated, **fields, out=out) for updated, fields, out in runs])
 
 
 def _tensor_problem(key: str, value: object, parameter: Tensor) -> str | None:

@@ -18,13 +18,11 @@ class Run(NamedTuple):
         half of it.
     fields: all other fields of the state, by name.
     out: receives the new parameter, rounded; None: `updated` is the parameter.
-    shaped: returns a tensor of the whole parameter's elements in its shape, for rules with `whole`.
     """
 
     updated: Tensor
     fields: Mapping[str, Tensor]
     out: Tensor | None
-    shaped: Callable[[Tensor], Tensor]
 
 
 class Batch(Protocol):
@@ -47,16 +45,12 @@ class Batch(Protocol):
 
 
 class Rule(Protocol):
-    """One optimizer's mathematics, and its settings, formats and state dicts. A value, pickled with the optimizer.
+    """One elementwise optimizer's mathematics, and its settings, formats and state dicts.
 
-    keys: all names that its tensors may have in a state dict, beside the step.
-    whole: whether it updates a parameter as a whole, so that no subgroup may divide one. Else it is elementwise.
-    on_cpu: whether it can update on the CPU. Else no plan has a subgroup there, and parameters must be on the device.
+    A value, pickled with the optimizer. keys: all names that its tensors may have in a state dict, beside the step.
     """
 
     keys: ClassVar[tuple[str, ...]]
-    whole: ClassVar[bool]
-    on_cpu: ClassVar[bool]
 
     def agreed(self) -> dict[str, str]:
         """Return the settings that must be equal on all ranks, by the name that users know."""

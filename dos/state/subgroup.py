@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -115,7 +115,7 @@ class Subgroup:
 
     def load(self) -> SubgroupLoad:
         """Return its bytes on every lane."""
-        return SubgroupLoad.of(self.numel, self.arena.format, on_cpu=self.arena.rule.on_cpu)
+        return SubgroupLoad.of(self.numel, self.arena.format)
 
 
 def rounded(subgroup_size: int) -> int:
@@ -126,15 +126,13 @@ def rounded(subgroup_size: int) -> int:
 def split(arena: Arena, records: Sequence[ParameterRecord], subgroup_size: int) -> list[Subgroup]:
     """Cut the arena into subgroups of `subgroup_size` parameters; the last one may be shorter.
 
-    Large tensors are divided, small ones share a subgroup. Where the rule updates parameters as a whole none is
-    divided: a subgroup is larger if its first parameter is.
+    Large tensors are divided, small ones share a subgroup.
     records: all records of the arena, in order. subgroup_size: see `rounded`; it is rounded up to a multiple of the
         format's block.
     """
     block = arena.format.block
     size = -(-rounded(subgroup_size) // block) * block
-    cuts = range(size, arena.numel + size, size)
-    ends = list(_ends_of_whole(records, size)) if arena.rule.whole else [min(cut, arena.numel) for cut in cuts]
+    ends = [min(cut, arena.numel) for cut in range(size, arena.numel + size, size)]
     pieces: list[list[Piece]] = [[] for _ in ends]
     number = start = 0  # the subgroup's number, and its begin
     for record in records:
@@ -149,15 +147,3 @@ def split(arena: Arena, records: Sequence[ParameterRecord], subgroup_size: int) 
         Subgroup(arena, start, stop, tuple(mine))
         for (start, stop), mine in zip(itertools.pairwise((0, *ends)), pieces, strict=True)
     ]
-
-
-def _ends_of_whole(records: Iterable[ParameterRecord], size: int) -> Iterator[int]:
-    """Yield the ends of subgroups of whole parameters, with `size` elements at most or one parameter."""
-    start = end = 0
-    for record in records:
-        if start < end and end + record.numel - start > size:
-            yield end
-            start = end
-        end += record.numel
-    if start < end:
-        yield end

@@ -237,20 +237,17 @@ class Preparation:
             # Where only gradients of residents pass, slots are as small as these, and one is set apart.
             streams = any(not store.has(subject.subgroup) for subject in passing.values())
             fitting = self._work.slots_within(left, most, streams=streams)
-            on_cpu = {i for i, s in passing.items() if not store.has(s.subgroup) and s.subgroup.arena.rule.on_cpu}
-            if not fitting and on_cpu:
-                return on_cpu  # gradients of residents pass through a smaller slot, whose memory is set apart
+            home = {i for i, s in passing.items() if not store.has(s.subgroup)}
+            if not fitting and home:
+                return home  # gradients of residents pass through a smaller slot, whose memory is set apart
             store.get_slots(max(fitting, 1), nbytes)
         if store.slots:
             return set()
         for i, subject in passing.items():
-            arena = subject.subgroup.arena
-            if arena.tier is Tier.DEVICE or not arena.rule.on_cpu:
-                lasting = "gradients", "policy='adaptive', with which state can leave"
-                what, hint = lasting if arena.rule.on_cpu else ("state", "free some, for the CPU cannot update it")
+            if subject.subgroup.arena.tier is Tier.DEVICE:
                 raise torch.OutOfMemoryError(
-                    f"there is no device memory through which the {what} of subgroup {i} could come up for its update; "
-                    f"use a smaller subgroup_size, or {hint}"
+                    f"there is no device memory through which the gradients of subgroup {i} could come up for its "
+                    "update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
                 )
         for i, subject in passing.items():
             # The host updates it now: `at` would take room on the device without state for the place of the newest
@@ -259,10 +256,8 @@ class Preparation:
                 ledger.cancel([subject.subgroup])
             elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
                 store.drop(subject.subgroup)
-        # A plan without slots must not stream, not even subgroups without a gradient. For subgroups that the CPU cannot
-        # update there is no other plan, and without a gradient they need no slot.
-        streamed = plan.served(Placement.GPU_STREAMED)
-        return {*passing, *(i for i in streamed if subjects[i].subgroup.arena.rule.on_cpu)}
+        # A plan without slots must not stream, not even subgroups without a gradient.
+        return {*passing, *plan.served(Placement.GPU_STREAMED)}
 
 
 def check_slots(plan: Plan, subgroups: Sequence[Subgroup], total: int) -> None:

@@ -315,9 +315,9 @@ class SubgroupUpdate:
     def _run(self, piece: Piece, state: State, *, at_home: bool) -> Run:
         """Return the tensors of the update of a piece."""
         fields = state.cut(piece.start, piece.stop)
-        master, shaped = fields.pop(MASTER, None), piece.record.shaped
+        master = fields.pop(MASTER, None)
         parameter = self._staged(piece) if at_home else self._parameter(piece)
-        return Run(parameter, fields, None, shaped) if master is None else Run(master, fields, parameter, shaped)
+        return Run(parameter, fields, None) if master is None else Run(master, fields, parameter)
 
     def _staged(self, piece: Piece) -> Tensor:
         """Return the piece's parameters on the host."""
