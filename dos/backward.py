@@ -55,7 +55,6 @@ class Backward:
     weights: of the model's blocks, if they stream. now: the iteration that runs.
     attached: whether updates run on into a model's forward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
-    steps: the number of steps issued.
     """
 
     # One iteration: the first gradient asks for a plan (`_look_ahead`). Each is counted, and sent if the plan wants it
@@ -70,7 +69,6 @@ class Backward:
         self.weights: WeightHomes | None = None
         self._streams: list[WeightStream] = []
         streams = self._streams  # a local, because the monitor's lambda must not refer to `self`: a cycle
-        self.steps = 0
         if options.disk:
             registry.homes.open_disk(device, options.disk)  # before the ledger, which takes the stores that there are
         ledger.open(device, registry.homes)
@@ -127,11 +125,11 @@ class Backward:
             **weights,
             **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
-            **host_limits(self._registry.homes, subgroups, loads, attached=self.attached),
+            **host_limits(self._registry.homes, subgroups, loads),
         )
         # A plan that does not follow memory takes the memory that it says.
         beside_forward = self.attached and self.decisions.follows_memory
-        return Facts(workload, reverse=self.steps % 2 == 1, beside_forward=beside_forward)
+        return Facts(workload, beside_forward=beside_forward)
 
     def stream_weights(self, weights: WeightHomes) -> None:
         """Plan the weights of these blocks with the state; backward fetches the weights that it reads."""
@@ -288,7 +286,6 @@ class Backward:
         self._record_call(plan, self.now.first_departure is not None)
         self.now.alone = False  # rates are refined by steps that begin when backward has ended
         self.decisions.begin_step(plan, self.now)
-        self.steps += 1
 
     def _record_call(self, plan: Plan, departed: bool) -> None:
         """departed: whether gradients have left in backward, and are used as they left."""
@@ -309,7 +306,6 @@ class Backward:
         plan, subjects, found = prepared
         assert self.now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self.now)
-        self.steps += 1
         with self.now.held_up():
             self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
 

@@ -209,13 +209,12 @@ class Balance:
         return np.stack(np.broadcast_arrays(*found), axis=-1)
 
     def _on_disk(self, mix: _Mix) -> np.ndarray | float:
-        """The share of the subgroups that are not resident which is on disk, but for those that windows keep."""
+        """The share of the subgroups that are not resident which is on disk."""
         if not self._spills:
             return 0.0
         work, at_home = self._workload, len(self._each) - mix.staying
         each = sum(load.host_bytes for load in work.subgroups) / len(work.subgroups)
-        kept = work.windows * work.reverses * each
-        return np.clip((at_home * each - work.host_free_bytes - kept) / np.maximum(at_home * each, 1), 0.0, 1.0)
+        return np.clip((at_home * each - work.host_free_bytes) / np.maximum(at_home * each, 1), 0.0, 1.0)
 
     def _saved(self, divisions: Sequence[Division]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds of H2D and of D2H for the saved tensors that move, and for which backward waits for them."""

@@ -248,11 +248,9 @@ class _Sums:
             held = np.array([max(load.host_bytes, 1) for load in loads], dtype=float)
             self._at_home = least(counts * [load.host_bytes for load in loads])
             self._home = _whole(Counter(workload.subgroups), workload.host_free_bytes)
-            found = {}
-            for name, stream in (("read", Stream.READ), ("write", Stream.WRITE)):
-                one = np.array([c[stream].seconds for c in costs])
-                found[name] = float((one / held).min()), workload.windows * float(one.max()), float(one.min())
-            self._read, self._write = found["read"], found["write"]
+            read, write = (np.array([c[stream].seconds for c in costs]) for stream in (Stream.READ, Stream.WRITE))
+            self._read = float((read / held).min()), workload.windows * float(read.max())
+            self._write = float((write / held).min())
             state = [load.state_bytes for load in loads]
             self._state = float((state / held).min()), workload.windows * max(state)
             ways = {DISK_READ: [c[Stream.READ] for c in costs], DISK_WRITE: [c[Stream.WRITE] for c in costs]}
@@ -346,24 +344,15 @@ class _Sums:
 
     def _disk(self, at_home: np.ndarray, traffic: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Seconds that the disk adds. traffic: seconds of host DRAM for other work; before: seconds of backward."""
-        work = self._workload
         on_disk = np.maximum(np.interp(at_home, *self._at_home) - self._home, 0.0)
-        kept = self._read[1] if work.reverses else 0.0
-        read = np.maximum(on_disk * self._read[0] - kept, 0.0)
-        if not work.reverses:  # windows are empty, and reads wait for nothing else
-            read = np.maximum(read - np.minimum(self._read[1], before), 0.0)
-        write = np.maximum(on_disk * self._write[0] - self._write[1] * work.reverses, 0.0)
+        read = np.maximum(on_disk * self._read[0] - np.minimum(self._read[1], before), 0.0)
+        write = on_disk * self._write
         lanes = np.stack([read, write], axis=-1)
         # Forward that waits for all the rest does not wait for writes.
-        forward_s = 0.0 if self._scope.forward is Phase.ABSENT else work.forward_s
-        # If all windows are taken as the step begins, nothing is read before a write, nor written after the last read.
-        taken = work.windows * max(load.host_bytes for load in work.subgroups)
-        alone = np.where((on_disk > taken)[:, None] & work.reverses, [self._read[2], self._write[2]], 0.0)
-        alone = np.minimum(alone, lanes)
-        both = ((lanes - alone) @ self._disk_prices.T).max(axis=-1) + alone.sum(axis=-1) - forward_s
-        moved = np.maximum(on_disk * self._state[0] - self._state[1] * work.reverses, 0.0)
-        first = np.minimum(self._state[1], before * self._profile.disk_read_bandwidth) * (not work.reverses)
-        moved = np.maximum(2 * moved - first, 0.0) / self._profile.host_bandwidth_per_rank
+        forward_s = 0.0 if self._scope.forward is Phase.ABSENT else self._workload.forward_s
+        both = (lanes @ self._disk_prices.T).max(axis=-1) - forward_s
+        first = np.minimum(self._state[1], before * self._profile.disk_read_bandwidth)
+        moved = np.maximum(2 * on_disk * self._state[0] - first, 0.0) / self._profile.host_bandwidth_per_rank
         return np.maximum.reduce([both, read - self._forward_s, traffic + moved - forward_s])
 
 

@@ -89,12 +89,6 @@ class ScheduleBuilder:
         vacated: by slot, the tasks that have to end before it is filled for the first time.
         """
         self._backward, found = backward, self._found
-        for turn, i in enumerate(self._plan.order):
-            window = found[i].window
-            if window is not None:
-                fetched = self.fetched.get(i)
-                # Backward may have begun to fetch it, and who takes the window must not overwrite it before.
-                self.windows.hold(i, window, turn, () if fetched is None else (fetched,))
         others, arriving, residents = [], [], dict[str, list[int]]()
         for i in self._plan.order:
             gradient, resident = found[i].gradient, self._plan.placements[i] is RESIDENT
@@ -118,7 +112,7 @@ class ScheduleBuilder:
             self._arriving(i)
         begun = set(ahead)
         self._others([i for i in others if i not in begun], len(ahead), vacated)
-        for i in () if self._workload.reverses else list(self.windows.inside):
+        for i in list(self.windows.inside):
             self.windows.write(i)
 
     def _others(self, others: Sequence[int], rank: int, vacated: list[tuple[int, ...]]) -> None:
@@ -126,7 +120,7 @@ class ScheduleBuilder:
         for i in others:
             found = self._found[i]
             if found.gradient is None:
-                if found.window is None and found.state is not self._plan.stays(i):
+                if found.state is not self._plan.stays(i):
                     self._rest(i, self._to_host(i))
                 continue
             on_host = found.state is not DEVICE and self._plan.placements[i] is CPU
@@ -173,7 +167,7 @@ class ScheduleBuilder:
     def _on_host(self, i: int) -> None:
         """Update on the host. State may have to leave the device first; parameters go up unless weights stream."""
         found, ready = self._found[i], self.departed.get(i, ())
-        through = found.state is DISK or found.window is not None or self._plan.stays(i) is DISK
+        through = found.state is DISK or self._plan.stays(i) is DISK
         here = self._to_host(i) if through else ()
         late = found.gradient_bytes if found.gradient is DEVICE else None
         stale = 0 if found.streams else found.stale_bytes
@@ -204,10 +198,7 @@ class ScheduleBuilder:
 
     def _from_disk(self, i: int) -> tuple[int, ...]:
         """Move state from disk, home if it is to rest there, else to a window. Return the task that does, if any."""
-        found = self._found[i]
-        self.windows.use(i)
-        # State that was in a window may have had to leave it before its turn.
-        if found.state is not DISK and (found.window is None or i in self.windows.inside):
+        if self._found[i].state is not DISK:
             return ()
         window, vacated = self.windows.take(i)
         read = self._move(i, Move(DISK, HOST), vacated, window=window)

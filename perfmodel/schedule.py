@@ -11,7 +11,6 @@ from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.tasks import CPU, DEVICE, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
-from perfmodel.windows import ordered
 from perfmodel.workload import Workload
 
 
@@ -27,19 +26,15 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             f"the plan keeps blocks {sorted(plan.blocks_on_device)} on the device, the workload has "
             f"{len(workload.blocks)} blocks, which count from 0"
         )
-    plan = ordered(plan, workload)
     loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
-    held = [i for i in plan.order if i in plan.on_disk][: workload.windows if workload.reverses else 0]
-    windows = {i: window for window, i in enumerate(held)}
     streaming = workload.streaming(plan.blocks_on_device)
     found = [
         SubgroupState(
-            HOST if i in windows else plan.stays(i),
+            plan.stays(i),
             HOST if load.returned_bytes else DEVICE,
             load.numel,
             load.returned_bytes or (None if overlapped and i not in plan.on_disk else load.gradient_bytes),
             load.parameter_bytes,
-            window=windows.get(i),
             streams=i in streaming,
         )
         for i, load in enumerate(loads)
@@ -65,7 +60,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         vacated[:filled] = [(ends[n - 1],) if n else () for n in memory_freed(plan, workload, filled)]
     made.step(backward, vacated)
     if scope.forward is Phase.ABSENT:
-        return Schedule(tuple(made.tasks), kept=made.windows.inside)
+        return Schedule(tuple(made.tasks))
     runs, updated = made.runs(), made.updated
     if scope.forward is Phase.SERIAL:
         # Forward does not wait for writes to disk.
@@ -75,7 +70,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
     if weights is not None:
         weights.begin(backward=False, after=updated, updated=True)
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
-    return Schedule(tuple(made.tasks), kept=made.windows.inside)
+    return Schedule(tuple(made.tasks))
 
 
 def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
@@ -105,4 +100,4 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
     made.step(backward, [backward] * plan.slots)
-    return Schedule(tuple(made.tasks), issued, made.windows.inside)
+    return Schedule(tuple(made.tasks), issued)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from perfmodel.lanes import Stream
@@ -57,12 +57,10 @@ class Schedule:
     under_way: how many of them were under way when the others were scheduled: pieces of backward, and
         transfers beside them. In a step the next task is the end of backward, where
         `step()` was called; a plan has no such task.
-    kept: the windows in which state stays that belongs on disk, by subgroup.
     """
 
     tasks: tuple[Task, ...]
     under_way: int = 0
-    kept: Mapping[int, int] = field(default_factory=dict)
 
 
 class SubgroupState(NamedTuple):
@@ -76,7 +74,6 @@ class SubgroupState(NamedTuple):
     fetched: the one under way that brings the state, to a slot or to stay.
     stale_bytes: of parameters that are their masters, or halves of them, where the host has not the
         newest: it needs them to update them.
-    window: in which the state is, if it belongs on disk; `state` is the host then.
     streams: whether its weights are on the host. An update there needs no copy of them, and one on the device brings
         them up and home again. Its gradients are offloaded.
     """
@@ -89,7 +86,6 @@ class SubgroupState(NamedTuple):
     departed: tuple[int, ...] = ()
     fetched: int | None = None
     stale_bytes: int = 0
-    window: int | None = None
     streams: bool = False
 
 

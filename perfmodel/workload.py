@@ -113,8 +113,6 @@ class Workload:
     host_free_bytes: host memory for state that rests there, beyond windows, by `SubgroupLoad.host_bytes`. State
         that exceeds it is on disk.
     windows: buffers on the host through which state from disk passes.
-    reverses: whether the order of subgroups is another one in each step, so that the next step begins with the state
-        that windows hold at the end of a step.
     blocks: whose weights may be on the host, in the order in which forward uses them. Memory counts as free where
         weights may be: `peak_free_bytes` and `shared_free_bytes` are for those that stay or are fetched, too.
     blocks_least, blocks_most: of them that stay on the device.
@@ -136,7 +134,6 @@ class Workload:
     activation_host_bytes: float = math.inf
     host_free_bytes: float = math.inf
     windows: int = 0
-    reverses: bool = False
     blocks: tuple[BlockLoad, ...] = ()
     blocks_least: int = 0
     blocks_most: float = math.inf

@@ -15,7 +15,6 @@ from dos.step.prepare import Rooms
 from perfmodel import Plan, SubgroupLoad, Workload
 from perfmodel.plan import Tier
 from perfmodel.policies import spilled
-from perfmodel.windows import ordered
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,6 @@ class Facts:
     blocks: the blocks whose weights stay on the device, once the device has denied memory to more; None before.
     denied: the subgroups to which the device has denied memory in this step.
     rooms: see `Rooms`; None without a disk, and before a step.
-    reverse: whether state passes through windows in the reverse order of the last step.
     beside_forward: whether the next forward runs beside the step, so that both must fit in memory.
     """
 
@@ -37,7 +35,6 @@ class Facts:
     blocks: frozenset[int] | None = None
     denied: frozenset[int] = frozenset()
     rooms: Rooms | None = None
-    reverse: bool = False
     beside_forward: bool = False
 
     def left(self, plan: Plan, resident_bytes: int) -> float:
@@ -63,7 +60,7 @@ def decide(facts: Facts, policy: Policy) -> Plan:
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))
         plan = dataclasses.replace(spilled(policy(less), less), activation_bytes=plan.activation_bytes)
-    plan = ordered(plan, work, reverse=facts.reverse).on_host(facts.denied)
+    plan = plan.on_host(facts.denied)
     if work.blocks:
         plan = dataclasses.replace(plan, blocks_on_device=_blocks(plan, work) if facts.blocks is None else facts.blocks)
     return plan if facts.rooms is None else _where_there_is_room(plan, facts.rooms)
@@ -78,22 +75,19 @@ def _blocks(plan: Plan, work: Workload) -> frozenset[int]:
 
 def _where_there_is_room(plan: Plan, rooms: Rooms) -> Plan:
     """Return the plan with state on disk for which the host has no room, or none until other state has moved."""
-    on_disk = plan.on_disk | {i for i in rooms.in_windows if plan.placements[i].stays is not Tier.DEVICE}
-    resting = [i for i in rooms.homes if i not in on_disk and plan.stays(i) is Tier.HOST]
+    resting = [i for i in rooms.homes if plan.stays(i) is Tier.HOST]
     made, homes = ({i: each[i] for i in resting} for each in (rooms.made, rooms.homes))
     # State that moves home from disk passes through windows, too. If some state does not fit without windows, windows
     # are needed, and take memory from all.
     beside_windows = rooms.room - max(0, rooms.through - rooms.windows)
-    passes = bool(on_disk or rooms.from_disk)
+    passes = bool(plan.on_disk or rooms.from_disk)
     found = housed(made, homes, beside_windows if passes else rooms.room)
     if len(found) < len(resting) and not passes:
         found = housed(made, homes, beside_windows)
-    return dataclasses.replace(plan, on_disk=on_disk | {i for i in resting if i not in found})
+    return dataclasses.replace(plan, on_disk=plan.on_disk | {i for i in resting if i not in found})
 
 
-def host_limits(
-    homes: Homes, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad], *, attached: bool
-) -> dict[str, Any]:
+def host_limits(homes: Homes, subgroups: Sequence[Subgroup], loads: Sequence[SubgroupLoad]) -> dict[str, Any]:
     """Return the fields of a workload that limit state on the host. loads: of these subgroups.
 
     Raises MemoryError if the host's share is too little even for windows.
@@ -113,4 +107,4 @@ def host_limits(
             f"{f', beside {gradients} bytes of offloaded gradients' if gradients else ''}, found "
             f"host_memory={limit}; choose {least} or more, or a smaller subgroup_size if that can be"
         )
-    return {"host_free_bytes": math.inf if fits else limit - least, "windows": count, "reverses": not attached}
+    return {"host_free_bytes": math.inf if fits else limit - least, "windows": count}

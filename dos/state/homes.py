@@ -55,12 +55,12 @@ class Homes:
         """
         subgroups = list(subgroups)
         tiers = {subgroup: subgroup.arena.tier for subgroup in subgroups}
-        homeless = [s for s in subgroups if not self.host.houses(s)]
+        homeless = [s for s in subgroups if not self.host.has(s)]
         if self.disk is None or not homeless:
             return tiers
         self.host.lower_share()
         through = 0
-        to_come = (self.host.home_bytes(s) for s in every if not self.host.houses(s))
+        to_come = (self.host.home_bytes(s) for s in every if not self.host.has(s))
         if self.disk.nbytes or sum(to_come) > self.host.room:
             through = math.prod(self.windows_needed(every))
         homes = {s: self.host.home_bytes(s) for s in homeless if not self.disk.has(s)}
@@ -70,7 +70,7 @@ class Homes:
 
     def made_bytes(self, subgroup: Subgroup) -> int:
         """Return the bytes of the subgroup's home that are allocated."""
-        return self.host.home_bytes(subgroup, made=True) if self.host.houses(subgroup) else 0
+        return self.host.home_bytes(subgroup, made=True) if self.host.has(subgroup) else 0
 
     def reserve(self, subgroups: Iterable[Subgroup], every: Sequence[Subgroup]) -> None:
         """Reserve homes for these, which may be written to at once. Nothing may be in flight.

@@ -83,10 +83,6 @@ class HostStore:
         return sum(arena.gradient.nbytes for arena in self.awaited)
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup has room here: a home, or a window that it keeps."""
-        return subgroup in self.windows.kept or self.houses(subgroup)
-
-    def houses(self, subgroup: Subgroup) -> bool:
         """Return whether the subgroup has its home here."""
         return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
 
@@ -131,7 +127,7 @@ class HostStore:
         return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:
-        window = None if self.houses(subgroup) else self.windows.of(subgroup)
+        window = None if self.has(subgroup) else self.windows.of(subgroup)
         return subgroup.state if window is None else window.state
 
     def make_windows(self, count: int, nbytes: int, device: Device) -> None:

@@ -57,5 +57,5 @@ class Stores:
         """Issue the copy of a subgroup's state from one tier's room to another's. Arguments: see `Store.store`."""
         source = self.of[move.source].fetch(subgroup)
         if self.disk is not None and move.source is Tier.DISK:
-            return self.disk.load(number, subgroup, source if self.host.houses(subgroup) else None, after)
+            return self.disk.load(number, subgroup, source if self.host.has(subgroup) else None, after)
         return self.of[move.destination].store(number, subgroup, source, after, beside)

@@ -44,12 +44,10 @@ def window_bytes(subgroups: Iterable[Subgroup], *, streams: bool = False) -> int
 class Windows:
     """Windows of equal size, pinned.
 
-    kept: the numbers of windows by subgroup, where a window keeps state between steps that is newer than on disk.
     pinned_bytes: bytes that a CUDA runtime has pinned.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[Subgroup, int] = {}
         self.pinned_bytes = 0
         self._buffers: list[Tensor] = []
         self._entered: dict[Subgroup, Window] = {}
@@ -64,8 +62,7 @@ class Windows:
         return len(self._buffers) >= count and all(buffer.nbytes >= nbytes for buffer in self._buffers)
 
     def make(self, count: int, nbytes: int, device: Device) -> None:
-        """Allocate windows in place of the present ones, none of which may be `kept`."""
-        assert not self.kept, "it would be lost"
+        """Allocate windows in place of the present ones."""
         # The old windows are released first, because the host may not have memory for both.
         self._buffers, self._entered = [], {}
         for _ in range(count):
@@ -86,14 +83,13 @@ class Windows:
         return window
 
     def of(self, subgroup: Subgroup) -> Window | None:
-        """Return the window of the subgroup's state in this step or before it; None if it has none."""
+        """Return the window of the subgroup's state in this step; None if it has none."""
         return self._entered.get(subgroup)
 
     def begin(self) -> None:
-        """Begin a step, in which only subgroups that are `kept` have windows at first."""
-        self._entered = {subgroup: self._entered[subgroup] for subgroup in self.kept}
+        """Begin a step, in which other state passes through the windows."""
+        self._entered = {}
 
     def leave(self, subgroup: Subgroup) -> None:
         """Take the window away from a subgroup whose state is elsewhere or of no use."""
-        self.kept.pop(subgroup, None)
         self._entered.pop(subgroup, None)

@@ -130,12 +130,7 @@ class Step:
         give: called with each turn of the host's lane, early. callers: the queues of the caller in which gradients
         were written, if not all in the present one.
         """
-        windows = self._stores.host.windows
-        # Other state passed through these windows in the last step; only state that is `kept` is still there.
-        windows.begin()
-        for subgroup, update, *_ in self._subjects if windows.kept else ():
-            if update is not None and not update.at_home:
-                update.place = windows.of(subgroup)
+        self._stores.host.windows.begin()
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
         jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self._begun)), ())
@@ -176,8 +171,7 @@ class Step:
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.vacated, kept = [*self.vacated, *self._vacated()], self.schedule.kept
-        windows.kept = {self._subjects[i].subgroup: window for i, window in kept.items()}
+        self.vacated = [*self.vacated, *self._vacated()]
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = ()
         self._beside.clear()
@@ -313,7 +307,7 @@ class Step:
                 ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
         for i, way in ways.items():
             subgroup = self._subjects[i].subgroup
-            home = self._stores.disk is not None and self._stores.host.houses(subgroup)
+            home = self._stores.disk is not None and self._stores.host.has(subgroup)
             if home and (way == Move(Tier.DISK, Tier.HOST) or way.source is Tier.HOST is not way.destination):
                 self.homes.append((subgroup, self._stores.of[way.source]))
             elif way.source not in (way.destination, subgroup.arena.tier, Tier.DISK):

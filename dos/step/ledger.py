@@ -122,8 +122,6 @@ class Ledger:
         # A fetch in flight has read values that user code is about to overwrite, and the step would use the copy.
         self.cancel()
         subgroups, stores = list(subgroups), self.stores
-        # A window keeps newer state than the file, and user code gets views of the file.
-        self.write_kept()
         places, homes = {s: self.at(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
         to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
@@ -149,7 +147,6 @@ class Ledger:
         # Homes are dropped below: neither a step nor a fetch may still read or write there.
         self.settle()
         self.cancel()
-        self.write_kept()
         at_home = [subgroup for subgroup in subgroups if self.at(subgroup) is Tier.HOST]
         missing = max(0, window_bytes(at_home) - stores.host.windows.nbytes) - stores.host.room
         moving = []
@@ -166,8 +163,7 @@ class Ledger:
     def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
         """Move state from its home on the host, or from the device, to disk. Blocks.
 
-        after: jobs that must end before the state on the device is read. Nothing else may be in flight, and no window
-            may keep state.
+        after: jobs that must end before the state on the device is read. Nothing else may be in flight.
         Raises OSError, with nothing changed, if the disk has no room.
         """
         stores = self.stores
@@ -185,14 +181,6 @@ class Ledger:
             windows.leave(subgroup)
             # After the wait: if the write fails, this room has the only copy of the state.
             stores.of[source].drop(subgroup)
-
-    def write_kept(self) -> None:
-        """Write the state that windows keep to disk. Nothing may be in flight."""
-        windows = self.stores.host.windows
-        for subgroup in list(windows.kept):
-            self.stores.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
-            # After the wait, which raises if the write fails: the window then has the only copy of the state.
-            windows.leave(subgroup)
 
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
         """Release the state of these, whose parameters are forgotten."""

@@ -35,13 +35,12 @@ class Rooms:
     """Homes on the host where there is a disk, before a step is prepared. Subgroups are given by index.
 
     homes: bytes of the home of each subgroup whose state is anywhere; made: of them, bytes that are allocated.
-    in_windows: subgroups whose state a window keeps, newer than on disk. from_disk: whether any state is on disk now.
+    from_disk: whether any state is on disk now.
     room: bytes that may still be allocated. windows: bytes of the present windows; through: of the windows needed.
     """
 
     homes: Mapping[int, int]
     made: Mapping[int, int]
-    in_windows: frozenset[int]
     from_disk: bool
     room: float
     windows: int
@@ -63,10 +62,7 @@ class Preparation:
         self._work, self._left_beside = work, left
         self._subjects, self._ledger, self._windows = subjects, ledger, work.windows
         self._stores = stores = ledger.stores
-        kept = stores.host.windows.kept
         self.found = [s.found(ledger.at(s.subgroup) or Tier.HOST) for s in subjects]
-        for i, subject in enumerate(subjects) if stores.disk else ():
-            self.found[i] = self.found[i]._replace(window=kept.get(subject.subgroup))
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._reserved: list[tuple[Store, Subgroup]] = []
         self._attempted = False
@@ -96,12 +92,11 @@ class Preparation:
         somewhere = [
             i
             for i, s in enumerate(self._subjects)
-            if s.update is not None or found[i].state is not Tier.HOST or stores.host.houses(s.subgroup)
+            if s.update is not None or found[i].state is not Tier.HOST or stores.host.has(s.subgroup)
         ]
         return Rooms(
             homes={i: stores.host.home_bytes(self._subjects[i].subgroup) for i in somewhere},
             made={i: stores.homes.made_bytes(self._subjects[i].subgroup) for i in somewhere},
-            in_windows=frozenset(i for i, each in enumerate(found) if each.window is not None),
             from_disk=any(each.state is Tier.DISK for each in found),
             room=stores.host.room,
             windows=stores.host.windows.nbytes,
@@ -180,7 +175,7 @@ class Preparation:
         moved.sort(key=lambda i: plan.placements[i] is Placement.CPU)
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
         for subgroup in resting:
-            if stores.disk is not None and not stores.host.houses(subgroup):
+            if stores.disk is not None and not stores.host.has(subgroup):
                 stores.disk.hide(subgroup)  # memory of files is no home
         # Where there is a limit, state counts together with the staging of its updates on the host.
         on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
@@ -194,20 +189,15 @@ class Preparation:
             return set()
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
-            # New windows replace the present ones, which may keep state that is newer than on disk.
-            ledger.write_kept()
-            found[:] = [
-                each._replace(state=Tier.DISK, window=None) if each.window is not None else each for each in found
-            ]
             if self._windows * self._nbytes - windows.nbytes > stores.host.room:
                 ledger.end_transits()  # gradients may be in transit to a home that is dropped below
                 at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
-                housed = [i for i in at_home if stores.host.houses(subjects[i].subgroup)]
+                housed = [i for i in at_home if stores.host.has(subjects[i].subgroup)]
                 ledger.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
                 found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
                 through = windowed(plan, found)
             stores.host.make_windows(self._windows, self._nbytes, stores.device.device)
-        houses = stores.host.houses
+        houses = stores.host.has
         in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not houses(subjects[i].subgroup)}
         for i in through:
             update = subjects[i].update
@@ -215,7 +205,7 @@ class Preparation:
                 if subjects[i].departed:  # sent to a home that was dropped, perhaps by a step that ran out of memory
                     subjects[i] = subjects[i]._replace(departed=(), late=update.items)
                 update.from_disk, update.place = True, None if i in in_windows else update.place
-                found[i] = subjects[i].found(found[i].state)._replace(window=found[i].window)
+                found[i] = subjects[i].found(found[i].state)
         return in_windows
 
     def _get_slots(self, plan: Plan, denied: set[int]) -> set[int]:

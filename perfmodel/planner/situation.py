@@ -117,7 +117,6 @@ class Situation:
             loads,
             host_free_bytes=self.spill.free_bytes,
             windows=self.spill.windows,
-            reverses=not question.attach,
             passing_bytes=max(load.returned_bytes + (load.parameter_bytes if blocks else 0) for load in loads),
             blocks=blocks,
             blocks_most=0 if question.weights == "stream" else math.inf,

@@ -62,23 +62,21 @@ def test_one_lane_binds(
 
 
 @pytest.mark.parametrize(
-    ("rates", "reverses", "seconds", "binding"),
+    ("rates", "seconds", "binding"),
     [
         # 3 of 4 subgroups of 144 bytes are read at 1 byte/s, written at 2, and both at once gain nothing.
-        ({}, False, 3 * 144 * 1.5, "disk read"),
-        ({"disk_write_bandwidth": 0.5, "disk_write_bandwidth_duplex": 0.25}, False, 3 * 144 * 3.0, "disk write"),
+        ({}, 3 * 144 * 1.5, "disk read"),
+        ({"disk_write_bandwidth": 0.5, "disk_write_bandwidth_duplex": 0.25}, 3 * 144 * 3.0, "disk write"),
         # A drive that reads and writes at once as fast as alone.
-        ({"disk_read_bandwidth_duplex": 1.0, "disk_write_bandwidth_duplex": 2.0}, False, 3 * 144, "disk read"),
-        # Two windows keep their state from step to step.
-        ({}, True, 144 * 1.5, "disk read"),
+        ({"disk_read_bandwidth_duplex": 1.0, "disk_write_bandwidth_duplex": 2.0}, 3 * 144, "disk read"),
         # 16 bytes of state each way, and the others of the CPU's update, through 0.1 byte/s of host DRAM.
-        ({"host_bandwidth": 0.1}, False, (3 * 2 * 144 + 48 * 32) / 0.1, "host DRAM"),
+        ({"host_bandwidth": 0.1}, (3 * 2 * 144 + 48 * 32) / 0.1, "host DRAM"),
     ],
 )
-def test_the_disk_binds(rates: dict[str, float], reverses: bool, seconds: float, binding: str) -> None:
+def test_the_disk_binds(rates: dict[str, float], seconds: float, binding: str) -> None:
     disk = {"disk_read_bandwidth": 1.0, "disk_write_bandwidth": 2.0, "disk_latency_s": 0.0}
     duplex = {"disk_read_bandwidth_duplex": 0.5, "disk_write_bandwidth_duplex": 1.0}
-    load = with_disk(work(4, peak_free_bytes=0.0, update_free_bytes=0.0), 144, reverses=reverses)
+    load = with_disk(work(4, peak_free_bytes=0.0, update_free_bytes=0.0), 144)
     bound = lower_bound(load, machine(cpu_update_rate=1e6, **{**FAST_LINKS, **disk, **duplex, **rates}))
     assert bound.seconds == pytest.approx(seconds, rel=1e-2)
     assert bound.binding == binding
@@ -124,7 +122,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     load = dataclasses.replace(load, peak_free_bytes=peak, shared_free_bytes=peak if shares_peak else math.inf)
     if draw(st.booleans()):
         free = draw(st.sampled_from([0.0, 0.3, 0.8])) * load.state_bytes
-        load = with_disk(load, free, draw(st.integers(1, 4)), reverses=draw(st.booleans()))
+        load = with_disk(load, free, draw(st.integers(1, 4)))
     return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 

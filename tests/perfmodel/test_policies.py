@@ -13,12 +13,9 @@ from perfmodel import Placement, Plan
 from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile, builtin_profiles
-from perfmodel.plan import Tier
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
-from perfmodel.schedule import schedule_step
-from perfmodel.simulate import Scope, Simulator, exposed, makespan, serve
-from perfmodel.tasks import Schedule, SubgroupState
-from perfmodel.windows import ordered
+from perfmodel.simulate import Scope, Simulator, exposed, makespan
+from perfmodel.tasks import Schedule
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
 from tests.support.machines import machine, with_disk, work
 
@@ -128,7 +125,7 @@ def situations() -> Iterator[tuple[str, HardwareProfile, Workload, float]]:
     for name, n, host in itertools.product(("h100", "rtx_4090_desktop"), (20, 100, 130), (0.0, 0.4, 0.75)):
         load = work(n, size=10**8, peak_free_bytes=0.15 * n * 12e8, update_free_bytes=4 * 12e8)
         beside = seen(load, MACHINES[name], 0.5 * (n == 100), 0.25 * (n == 100))
-        yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4, reverses=n == 130), 1.04
+        yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4), 1.04
     yield "few", MACHINES["h100"], work(6, size=10**8, peak_free_bytes=0.0), 1 + 1e-9
 
 
@@ -211,27 +208,6 @@ def test_subgroups_on_disk_are_spread_evenly(share: float) -> None:
     for first in range(20, 90):
         assert abs(len(on_disk & {*range(first, first + 10)}) - 10 * each) <= 2.5
     assert abs(len([i for i in on_disk if i % 2]) - 40 * each) <= 2.5, "whether streamed or not"
-
-
-@pytest.mark.parametrize("name", ["h100", "gh200", "rtx_3090_desktop"])
-@pytest.mark.parametrize(("share", "slots", "resident"), [(0.1, 0, 0.0), (0.25, 4, 0.1), (0.95, 8, 0.1)])
-def test_steps_in_either_order_are_near_the_bound(name: str, share: float, slots: int, resident: float) -> None:
-    """Each step begins with the state that the last one has left in windows, and has the other order."""
-    profile = dataclasses.replace(MACHINES[name], disk_read_bandwidth_duplex=2.1e9, disk_write_bandwidth_duplex=1.4e9)
-    free = {"peak_free_bytes": 60 * resident * 12e8, "update_free_bytes": slots * 12e8}
-    load = with_disk(work(60, size=10**8, **free), (1 - share) * 60 * 12e8, windows=4, reverses=True)
-    plan, kept, seconds = adaptive(load, profile), dict[int, int](), []
-    for number in range(4):
-        found = [
-            SubgroupState(Tier.HOST if i in kept else plan.stays(i), Tier.DEVICE, one.numel, one.gradient_bytes,
-                          one.parameter_bytes, window=kept.get(i))
-            for i, one in enumerate(load.subgroups)
-        ]  # fmt: skip
-        issued = schedule_step(ordered(plan, load, reverse=number % 2 == 1), load, found, ())
-        kept = dict(issued.kept)
-        seconds.append(serve(issued, load, profile).makespan)
-    assert max(seconds[1:]) <= 1.15 * lower_bound(load, profile).seconds
-    assert seconds[1:] == pytest.approx([makespan(plan, load, profile)] * 3, rel=0.03), "as it was planned"
 
 
 def test_planner_returns_the_last_plan_while_nothing_changes() -> None:

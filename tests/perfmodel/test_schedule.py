@@ -270,22 +270,10 @@ def test_offloaded_gradients_leave_in_backward_wherever_state_rests() -> None:
     assert [task.subgroup for task in made.tasks if task.op is Op.GRADIENT] == [3, 2, 1, 0]
 
 
-def test_state_that_had_to_leave_its_window_is_read_again_once_it_is_written() -> None:
-    """Into another window, for which the write need not have ended."""
-    plan = Plan((S, R, C), (1, 0, 2), 2, on_disk=frozenset({0, 2}))
-    finds = [found(HOST)._replace(window=0), found(HOST)._replace(window=1), found(DEVICE, None)]
-    load = dataclasses.replace(work(3), windows=2, host_free_bytes=0, reverses=True)
-    tasks = schedule_step(plan, load, finds, ()).tasks
-    of_first = {task.op: number for number, task in enumerate(tasks) if task.subgroup == 0}
-    write, read = of_first[Op.WRITE], tasks[of_first[Op.READ]]
-    assert (tasks[write].window, read.window) == (0, 1)
-    assert write in read.after
-
-
 def test_windows_take_turns_whenever_the_turn_of_their_state_comes() -> None:
-    """State that was in windows is written once it is updated, and no window waits while another is used again."""
+    """No window waits while another is used again."""
     plan = Plan((R,) * 6 + (C,) * 9, tuple(range(15)), 0, on_disk=frozenset(range(6, 15)))
-    finds = [*[found(DEVICE)] * 6, *[found(HOST)._replace(window=i) for i in range(3)], *[found(Tier.DISK)] * 6]
+    finds = [*[found(DEVICE)] * 6, *[found(Tier.DISK)] * 9]
     load = dataclasses.replace(work(15), windows=3, host_free_bytes=0)
     issued = schedule_step(plan, load, finds, ())
-    assert [task.window for task in issued.tasks if task.op is Op.READ] == [0, 1, 2, 0, 1, 2]
+    assert [task.window for task in issued.tasks if task.op is Op.READ] == [0, 1, 2] * 3

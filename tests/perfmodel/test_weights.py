@@ -280,7 +280,7 @@ def with_memory(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     )
     if draw(st.booleans()):
         free = draw(st.sampled_from([0.0, 0.5])) * load.state_bytes
-        load = with_disk(load, free, draw(st.integers(1, 4)), reverses=draw(st.booleans()))
+        load = with_disk(load, free, draw(st.integers(1, 4)))
     return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 

@@ -31,8 +31,8 @@ def work(n: int = 4, size: int = 12, **fields: float) -> Workload:
     return Workload.of_sizes([size] * n, **fields)
 
 
-def with_disk(load: Workload, host_free_bytes: float, windows: int = 2, *, reverses: bool = False) -> Workload:
+def with_disk(load: Workload, host_free_bytes: float, windows: int = 2) -> Workload:
     """The workload with host memory for state, of which each subgroup takes the bytes of its state."""
     loads = tuple(dataclasses.replace(each, host_bytes=each.state_bytes) for each in load.subgroups)
-    fields = {"host_free_bytes": host_free_bytes, "windows": windows, "reverses": reverses}
+    fields = {"host_free_bytes": host_free_bytes, "windows": windows}
     return dataclasses.replace(load, subgroups=loads, **fields)

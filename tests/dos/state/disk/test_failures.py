@@ -123,8 +123,8 @@ def test_a_step_that_fails_on_disk_says_so_and_refuses_what_comes_after(
 def test_state_that_cannot_be_read_or_written_is_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    """What windows have is written then. After that has failed, it can be tried again."""
-    pair, twins = started(tmp_path / "one"), started(tmp_path / "other")
+    """What the device has is written then. After that has failed, it can be tried again."""
+    pair, twins = (started(tmp_path / name, policy=0.5) for name in ("one", "other"))
     said = fault(tmp_path / "one", monkeypatch)
     with pytest.raises(DiskError, match=said):
         pair[1].state_dict()
@@ -138,7 +138,7 @@ def test_the_message_of_a_failed_write_says_whether_to_try_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That it can be tried again, but not once a step has failed for it, which refuses all that comes after."""
-    model, optimizer = started(tmp_path)
+    model, optimizer = started(tmp_path, policy=0.5)
 
     def refuses(real: Transfer) -> Transfer:
         return lambda write, requests, threads: (
