@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from experiments.bench import any_size
 from experiments.command import markdown
+from experiments.paper.arithmetic import MODELS as SHAPES
 from perfmodel.planner.fastest import fastest_batch
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
@@ -35,6 +35,20 @@ SOLD = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """GB of host memory."""
 
 
+HOSTS = (64, 128, 256, 512, 1024)
+"""Of the tables of what trains."""
+MODELS = ("Llama 3.1 8B", "Qwen2.5 14B", "Qwen2.5 32B", "Llama 3.1 70B")
+SETTINGS = [
+    "--checkpointing",
+    "--offload-gradients",
+    "--fused-loss",
+    "--weights",
+    "auto",
+    "--offload-activations",
+    "auto",
+]
+DRIVE = ["--disk", "4TB", "--disk-read", "7GB", "--disk-write", "5GB"]
+"""Where the host's memory is not enough."""
 DESKTOPS = ("rtx-3090", "rtx-4090", "rtx-5090")
 ON_24_GB = ("--checkpointing", "--offload-gradients")
 
@@ -64,17 +78,37 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path), name
 
 
+def cell_of(model: str, gpu: str, host: int, *more: str) -> Question:
+    """The question of one cell. more: further options."""
+    question, _ = asked("--params", "1e9", "--machine", gpu, "--host", f"{host}GB", *SETTINGS, *more)
+    return question.replace(model=Transformer.from_config(SHAPES[model]))
+
+
+def cell(model: str, gpu: str, host: int) -> str:
+    """Tokens per second at the best batch, the batch, the limit; in italics with a drive; a hyphen: not even so."""
+    for drive, mark in (((), ""), (DRIVE, "*")):
+        if best := fastest_batch(cell_of(model, gpu, host, *drive)):
+            question, outcome = best
+            assert outcome.plan is not None, "it fits"
+            busy = Situation(question).busy_s(outcome.plan)
+            limit = max(busy, key=busy.__getitem__)
+            return f"{mark}{question.step_tokens / outcome.seconds:,.0f} ({question.batch}), {limit}{mark}"
+    return "-"
+
+
 def of_size(name: str, host: int, *more: str) -> Question:
-    """The question of `experiments.any_size` for a model by its name in docs/any-size.md."""
-    if name == "7B":
-        question = any_size.asked("Llama 3.1 8B", "rtx-4090", host, *more)
-        return question.replace(model=Transformer.from_config(LLAMA_2_7B))
-    return any_size.asked(any_size.MODELS[SIZES.index(name) - 1], "rtx-4090", host, *more)
+    """The question of a cell for a model by its name in docs/any-size.md."""
+    question = cell_of("Llama 3.1 8B" if name == "7B" else MODELS[SIZES.index(name) - 1], "rtx-4090", host, *more)
+    return question.replace(model=Transformer.from_config(LLAMA_2_7B)) if name == "7B" else question
 
 
-@pytest.mark.parametrize("gpu", any_size.GPUS)
-def test_what_trains_is_what_the_command_prints(gpu: str) -> None:
-    assert markdown([*any_size.rows(gpu)]) in pages.page("any-size").read_text()
+@pytest.mark.parametrize("gpu", ["rtx-4090", "rtx-5090", "h100"])
+def test_what_trains_is_what_the_planner_says(gpu: str) -> None:
+    rows = [
+        ["host memory", *MODELS],
+        *([f"{host} GB", *(cell(model, gpu, host) for model in MODELS)] for host in HOSTS),
+    ]
+    assert markdown(rows) in pages.page("any-size").read_text()
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -87,7 +121,7 @@ def test_memory_of_any_size_is_the_planners(name: str) -> None:
         each, *sizes = host[row if row == "exact" else f"`--state-format {row}`"]
         assert float(each) == pytest.approx(found.host_needed / question.model.numel, abs=0.01), row
         assert float(sizes[column]) == pytest.approx(found.host_needed / 2**30, abs=0.06), row
-    for row, options in {**TRAINED, "`--disk`, weights stream": any_size.DRIVE.split()}.items():
+    for row, options in {**TRAINED, "`--disk`, weights stream": DRIVE}.items():
         enough = next(gb for gb in SOLD if Situation(of_size(name, gb, *options)).fits)
         assert least[row][column] == f"{enough} GB"
     if name != "7B":
@@ -99,14 +133,14 @@ def test_memory_of_any_size_is_the_planners(name: str) -> None:
         assert peak == pytest.approx(situation.peak / 2**30, abs=0.06)
 
 
-@pytest.mark.parametrize(("column", "host", "drive"), [(0, 128, ()), (1, 64, any_size.DRIVE.split())])
-def test_when_it_pays_to_stream_is_the_planners(column: int, host: int, drive: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("column", "host", "drive"), [(0, 128, ()), (1, 64, DRIVE)])
+def test_when_it_pays_to_stream_is_the_planners(column: int, host: int, drive: Sequence[str]) -> None:
     _, *rows = table_of("64 GB and a drive").values()
     ways = [
         {"weights": weights, "offload_activations": saved} for weights in ("stay", "auto") for saved in (0.0, "auto")
     ]
     for cells, way in zip(rows, ways, strict=True):
-        best = fastest_batch(any_size.asked("Llama 3.1 8B", "rtx-4090", host, *drive).replace(**way))
+        best = fastest_batch(cell_of("Llama 3.1 8B", "rtx-4090", host, *drive).replace(**way))
         assert best
         assert cells[column] == f"{best[0].step_tokens / best[1].seconds:,.0f} ({best[0].batch})"
 
@@ -153,9 +187,6 @@ def test_what_8b_on_24_gb_says_of_drives_and_of_zero_3_is_the_planners(model: tu
         sequence = most(asked(*line, "--fused-loss")[0], "sequence")
         streams = most(asked(*line, "--fused-loss", "--weights", "auto")[0], "sequence")
         assert f"or one of {sequence // 1000},000, and for 31, or one of {streams // 1000},000, with" in text
-        fastest = any_size.find("Llama 3.1 8B", "rtx-4090", 128)
-        assert fastest
-        tokens = fastest.tokens_per_s
         said = " ".join(pages.page("choosing").read_text().split())
-        assert f"{tokens:,.0f} tokens/s" in said
+        assert f"{cell('Llama 3.1 8B', 'rtx-4090', 128).split()[0]} tokens/s" in said
         assert "at 90% of its peak" in said

@@ -29,7 +29,6 @@ QUICK = {
     "perfmodel": "--params 7e9 --gpu 24GB --host 128GB --checkpointing",
 }
 SLOW = {
-    "experiments.any_size": "",
     "experiments.gpu_check": "--size tiny --minutes 1 --only environment",
     "dos.calibrate": "--quick --output profile.json",
     "dos.calibrate --disk": "state --quick --device cpu",
