@@ -13,9 +13,10 @@ from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import Policy
 from experiments.harness import timed
 from perfmodel import Plan, Workload
+from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.policies import cpu_only
-from perfmodel.simulate import makespan
+from perfmodel.simulate import Scope, makespan
 
 UPDATE_S = 0.4
 """Seconds that an update on the CPU is usually made to last, so that the real work, milliseconds, counts little."""
@@ -36,6 +37,12 @@ def slowed(profile: HardwareProfile, workload: Workload, update_s: float) -> Har
     """The machine with all rates scaled together, so that an update of the workload on the CPU takes `update_s`."""
     profile = without_fixed_costs(profile)
     return profile.scaled(makespan(cpu_only(workload), workload, profile) / update_s)
+
+
+def least_iteration_s(workload: Workload, profile: HardwareProfile) -> float:
+    """Seconds of an iteration that no plan could beat."""
+    scope = Scope.beside(workload)
+    return scope.compute_s(workload) + lower_bound(workload, profile, scope).seconds
 
 
 def fastest_s(work: Callable[[], object], times: int) -> float:

@@ -1,15 +1,20 @@
-"""Where in its iteration a training is, and forward and backward that last as long as on another machine."""
+"""Trainings that experiments compare: a model and its optimizer, and where in its iteration a training is."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from experiments.gpt import GPT
+from dos import DOSAdam, EmulatedDevice
+from experiments.gpt import GPT, GPTConfig
+from experiments.harness import Dropped, Limit, all_equal, bits_of, timed
 
 UPDATE = 2.0
 """Where the update begins; backward begins at 1, forward at 0."""
@@ -68,3 +73,61 @@ class Position:
         self.position = position
         if self._moved is not None:
             self._moved()
+
+
+def model_of(config: GPTConfig, dtype: torch.dtype = torch.bfloat16) -> GPT:
+    """The model from its start, the same one at each call."""
+    torch.manual_seed(0)
+    return GPT(config, dtype=dtype)
+
+
+class Run:
+    """A model that trains from its start, by its own optimizer, on a device of its own."""
+
+    def __init__(self, model: GPT, optimizer: DOSAdam, device: EmulatedDevice) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+
+    def train(self, batch: Sequence[Tensor]) -> None:
+        """One iteration."""
+        # Cloned: tensors that autograd saves of a batch count as the device's until the batch is freed.
+        self.model(*(tensor.clone() for tensor in batch)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def turn(self, batches: Sequence[Sequence[Tensor]]) -> float:
+        """Train on the batches: median seconds of the iterations after the first. No work is in flight at the end.
+
+        Raises Dropped if the device has too little memory.
+        """
+        try:
+            _, *seconds = [timed(partial(self.train, batch)) for batch in batches]
+            self.optimizer.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise Dropped from error
+        return statistics.median(seconds)
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether more memory was used than there is."""
+        return self.device.peak_bytes > self.device.capacity
+
+    def equals(self, other: Run) -> bool:
+        """Whether both have the same bits of parameters and state."""
+        return all_equal(bits_of(self.model, self.optimizer), bits_of(other.model, other.optimizer))
+
+    def common(self, first: Run, iteration_s: float) -> dict[str, Any]:
+        """The figures that every row has. first: whose bits are expected."""
+        return {
+            "iteration_s": iteration_s,
+            "peak_bytes": self.device.peak_bytes,
+            "capacity": self.device.capacity,
+            "bits_equal": self.equals(first),
+        }
+
+
+def common_limits(where: str, row: dict[str, Any]) -> list[Limit]:
+    """Limits of the figures that every row has."""
+    return [
+        Limit.at_most(f"{where}: capacity exceeded", row["peak_bytes"], row["capacity"]),
+        Limit.at_most(f"{where}: other bits than the first run", not row["bits_equal"], 0),
+    ]

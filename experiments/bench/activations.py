@@ -22,12 +22,11 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Limit, Progress, all_equal, bits_of, finish, measuring, medians, take_turns, timed
-from experiments.miniature import equal_subgroups, without_fixed_costs
-from experiments.training import Position
+from experiments.harness import Limit, Progress, finish, measuring, medians, take_turns
+from experiments.miniature import equal_subgroups, least_iteration_s, without_fixed_costs
+from experiments.training import Position, Run, common_limits, model_of
 from perfmodel import Plan, Workload
 from perfmodel.adaptive import adaptive
-from perfmodel.bounds import lower_bound
 from perfmodel.format import format_of
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan
@@ -134,8 +133,7 @@ class Case:
 
     def bound_s(self, way: str) -> float:
         """Seconds of an iteration that no plan could beat."""
-        work, scope = self.allowed(way), Scope.beside(self.workload)
-        return scope.compute_s(work) + lower_bound(work, self.profile, scope).seconds
+        return least_iteration_s(self.allowed(way), self.profile)
 
 
 def grouped(saved: Sequence[int]) -> tuple[SavedTensors, ...]:
@@ -166,71 +164,49 @@ def saved_sizes(model: GPT, batch: Sequence[Tensor]) -> list[int]:
     return list(sizes.values())
 
 
-class Run:
-    """Training in one way, on a device of its own."""
+def started(case: Case, way: str) -> Run:
+    """Start training in one way."""
+    model = model_of(CONFIG)
+    position = Position(model, case.workload.forward_s, case.workload.backward_s)
+    device = EmulatedDevice(case.profile, case.capacity, case.occupied)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=case.workload.subgroups[0].numel, device=device)
+    position.follow(optimizer)
+    optimizer.attach(model, activations=WAYS[way])  # type: ignore[arg-type]
+    return Run(model, optimizer, device)
 
-    def __init__(self, case: Case, way: str) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(CONFIG, dtype=DTYPE)
-        position = Position(self.model, case.workload.forward_s, case.workload.backward_s)
-        self.device = EmulatedDevice(case.profile, case.capacity, case.occupied)
-        self.optimizer = DOSAdam(
-            self.model.parameters(), subgroup_size=case.workload.subgroups[0].numel, device=self.device
-        )
-        position.follow(self.optimizer)
-        self.optimizer.attach(self.model, activations=WAYS[way])  # type: ignore[arg-type]
 
-    def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
-        """Train on the batches: seconds of an iteration after the first. No work is in flight at the end."""
-        first, *others = batches
-        self._train([first])
-        seconds = timed(lambda: self._train(others)) / len(others)
-        self.optimizer.synchronize()
-        return seconds
-
-    def _train(self, batches: Sequence[Sequence[Tensor]]) -> None:
-        for batch in batches:
-            # Cloned: tensors that autograd saves of a batch count as the device's until the batch is freed.
-            self.model(*(tensor.clone() for tensor in batch)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def plan(self) -> Plan:
-        """The last plan, with the bytes of saved tensors that were moved to the host."""
-        plan = self.optimizer.plan()
-        assert plan is not None, "it has trained"
-        return dataclasses.replace(plan, activation_bytes=int(self.optimizer.metrics()["activation_bytes"]))
+def ran(run: Run) -> Plan:
+    """The last plan, with the bytes of saved tensors that were moved to the host."""
+    plan = run.optimizer.plan()
+    assert plan is not None, "it has trained"
+    return dataclasses.replace(plan, activation_bytes=int(run.optimizer.metrics()["activation_bytes"]))
 
 
 def measure(rounds: int, on_progress: Progress) -> list[dict[str, Any]]:
     """All rows. In each round the ways take turns, a block of iterations each."""
-    model = GPT(CONFIG, dtype=DTYPE)
+    model = model_of(CONFIG)
     batches = Corpus(standard_library(), CONFIG.context).batches(BLOCK * (WARM_UP + rounds), BATCH, seed=0)
     blocks = [batches[i : i + BLOCK] for i in range(0, len(batches), BLOCK)]
     saved = saved_sizes(model, batches[0])
     rows: list[dict[str, Any]] = []
-    first: list[Tensor] = []
+    first: Run | None = None
     for state_fits, setting in SETTINGS.items():
         case = Case.of(setting, model, saved)
-        runs = {way: Run(case, way) for way in WAYS}
-        contestants = {way: run.iterate for way, run in runs.items()}
+        runs = {way: started(case, way) for way in WAYS}
+        first = first or runs["stay"]
+        contestants = {way: run.turn for way, run in runs.items()}
         on_progress(f"{state_fits} of the state fits")
         seconds = medians(take_turns(contestants, blocks, warm_up=WARM_UP))
         for way, run in runs.items():
-            bits = bits_of(run.model, run.optimizer)
-            first = first or bits
             rows.append(
                 {
                     "state_fits": state_fits,
                     "activations": way,
-                    "iteration_s": seconds[way],
+                    **run.common(first, seconds[way]),
                     "simulated_s": case.simulated_s(way),
-                    "predicted_s": case.predicted_s(run.plan()),
+                    "predicted_s": case.predicted_s(ran(run)),
                     "bound_s": case.bound_s(way),
                     "compute_s": 3 * setting.forward_s,
-                    "peak_bytes": run.device.peak_bytes,
-                    "capacity": case.capacity,
-                    "bits_equal": all_equal(first, bits),
                 }
             )
     return rows
@@ -243,8 +219,7 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
         where = f"{row['state_fits']} of the state fits, {row['activations']}"
         off = abs(row["iteration_s"] / row["predicted_s"] - 1)
         found += [
-            Limit.at_most(f"{where}: capacity exceeded", row["peak_bytes"], row["capacity"]),
-            Limit.at_most(f"{where}: other bits than the first run", not row["bits_equal"], 0),
+            *common_limits(where, row),
             Limit.at_most(f"{where}: off the prediction by more than {MOST_OFF:.0%}", off, MOST_OFF),
         ]
         if row["activations"] == "auto":

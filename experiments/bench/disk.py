@@ -30,8 +30,9 @@ from dos.machine.threads import kernel_threads
 from dos.state.disk import DiskSpace
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.harness import Progress, finish, measuring, take_turns, timed
 from experiments.miniature import without_fixed_costs
+from experiments.training import Run, model_of
 from perfmodel import Lane, Plan, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
@@ -78,19 +79,18 @@ def file_system(folder: Path, effort: Effort) -> Setting:
 def compare(name: str, setting: Setting, rounds: int, folder: Path, on_progress: Progress) -> list[dict[str, Any]]:
     """The rows of a setting. All take turns, an update each."""
     batches = Corpus(standard_library(), setting.config.context).batches(WARM_UP + rounds, BATCH, seed=0)
-    runs = {share: Run(setting, share, folder) for share in SHARES}
-    swapped = Swapped(setting.model(), EmulatedDevice(setting.device, capacity=0), folder)
+    runs = {share: DiskRun(setting, share, folder) for share in SHARES}
+    swapped = Swapped(model_of(setting.config), EmulatedDevice(setting.device, capacity=0), folder)
     contestants = {f"{name}: {share:.0%} on disk": run.iterate for share, run in runs.items()}
     contestants[f"{name}: swapping"] = swapped.iterate
     *found, by_swapping = take_turns(contestants, batches, warm_up=WARM_UP, on_turn=on_progress).values()
     swapped_s = statistics.median(update.seconds for update in by_swapping)
-    expected = bits_of(runs[0.0].model, runs[0.0].optimizer)
     return [
         {
             "setting": name,
             **run.row(updates),
             "swapped_s": swapped_s if share == max(SHARES) else None,
-            "bits_equal": all_equal(expected, bits_of(run.model, run.optimizer)),
+            "bits_equal": run.equals(runs[0.0]),
         }
         for (share, run), updates in zip(runs.items(), found, strict=True)
     ]
@@ -136,29 +136,25 @@ class Setting(NamedTuple):
     profile: HardwareProfile
     device: HardwareProfile
 
-    def model(self) -> GPT:
-        """Build the model, the same one at each call."""
-        torch.manual_seed(0)
-        return GPT(self.config, dtype=torch.bfloat16)
 
-
-class Run:
+class DiskRun(Run):
     """Training with a share of the state on disk."""
 
     def __init__(self, setting: Setting, share: float, folder: Path) -> None:
-        self.model = setting.model()
-        self.setting = setting
-        windows, numel = WINDOWS * setting.subgroup_size, self.model.numel
+        model, self.setting = model_of(setting.config), setting
+        windows, numel = WINDOWS * setting.subgroup_size, model.numel
         # The windows have half of it at most.
         budget = int(SPLIT.held_bytes * (windows + max(windows, (1 - share) * numel)))
-        self.optimizer = DOSAdam(
-            self.model.parameters(),
+        device = EmulatedDevice(setting.device, capacity=int(10 * SPLIT.state_bytes * numel))
+        optimizer = DOSAdam(
+            model.parameters(),
             policy=self.plan,
             subgroup_size=setting.subgroup_size,
-            device=EmulatedDevice(setting.device, capacity=int(10 * SPLIT.state_bytes * numel)),
+            device=device,
             disk=folder if share else None,
             host_memory=budget if share else None,
         )
+        super().__init__(model, optimizer, device)
 
     def plan(self, work: Workload) -> Plan:
         """The device has no room for state."""

@@ -32,12 +32,12 @@ from dos.planning.policies import Policy
 from experiments.bench.neighbours import Points, neighbours
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
+from experiments.harness import Dropped, Limit, Progress, finish, measuring, take_turns, timed
 from experiments.miniature import UPDATE_S, equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
-from experiments.training import Position
+from experiments.training import Position, Run, model_of
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.bounds import lower_bound
 from perfmodel.policies import stride
@@ -166,7 +166,7 @@ def row(script: str, setting: Setting, batches: Sequence[Batch], candidates: int
         "iterations": n,
         "capacity_exceeded": adaptive.exceeded,
         "errors": len(adaptive.errors),
-        "bits_equal": adaptive.equals(on_cpu),
+        "bits_equal": not (adaptive.errors or on_cpu.errors) and adaptive.equals(on_cpu),
         "adaptive_s": adaptive.iteration_s,
         "cpu_only_s": on_cpu.iteration_s,
         "best_fixed_s": best_s,
@@ -211,7 +211,7 @@ class Setting:
         )
 
 
-class Run:
+class MemoryRun(Run):
     """The model from its start, with one policy on a device of its own; an error that reaches the user ends it.
 
     seconds: of each iteration. timelines: of each update. unmet_iterations: at the end of which the neighbour was
@@ -219,23 +219,19 @@ class Run:
     """
 
     def __init__(self, setting: Setting, policy: str | Policy) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(CONFIG, dtype=DTYPE)
-        self.changes = setting.changes
-        rank = setting.rank
-        progress = Position(self.model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
-        self.device = rank.device(
-            lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration)
-        )
-        self.optimizer = DOSAdam(
-            self.model.parameters(),
+        model, rank, self.changes = model_of(CONFIG, DTYPE), setting.rank, setting.changes
+        progress = Position(model, rank.forward_s, rank.backward_s, moved=lambda: self.device.memory())
+        device = rank.device(lambda: progress.position, neighbour=Script(setting.neighbour, lambda: progress.iteration))
+        optimizer = DOSAdam(
+            model.parameters(),
             policy=policy,
             subgroup_size=rank.loads.subgroups[0].numel,
-            device=self.device,
+            device=device,
             state_format="float32",  # as in the published rank, whose memory is scaled down
             lr=1e-3,
         )
-        progress.follow(self.optimizer)
+        super().__init__(model, optimizer, device)
+        progress.follow(optimizer)
         self.seconds: list[float] = []
         self.timelines: list[Timeline] = []
         self.unmet_iterations = 0
@@ -244,7 +240,7 @@ class Run:
     def iterate(self, batch: Batch) -> None:
         """One iteration. Raises Dropped after an error."""
         try:
-            self.seconds.append(timed(lambda: self._train(batch)))
+            self.seconds.append(timed(lambda: self.train(batch)))
         except Exception as error:  # an error that a user would see is counted here
             self.errors.append(f"{type(error).__name__}: {error}")
             raise Dropped from error
@@ -252,35 +248,19 @@ class Run:
         self.unmet_iterations += self.device.unmet_bytes > 0
         self.timelines.append(self.optimizer.timeline())
 
-    def _train(self, batch: Batch) -> None:
-        self.model(*batch).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     @property
     def iteration_s(self) -> float:
         """Seconds per iteration over the whole run or, for runs in which nothing changes, of the typical iteration."""
         return statistics.fmean(self.seconds) if self.changes else statistics.median(self.seconds)
 
-    @property
-    def exceeded(self) -> bool:
-        """Whether more memory was used than there is."""
-        return self.device.peak_bytes > self.device.capacity
-
     def transfers(self, first: int = 0) -> Counter[Op]:
         """How many there were of each kind in the iterations from `first` on."""
         return Counter(s.op for timeline in self.timelines[first:] for s in timeline.spans if s.op in TRAVEL)
 
-    def equals(self, other: Run) -> bool:
-        """Whether both ended without an error, and with the same bits of parameters and state."""
-        if self.errors or other.errors:
-            return False
-        return all_equal(bits_of(self.model, self.optimizer), bits_of(other.model, other.optimizer))
 
-
-def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[Run]:
+def train(setting: Setting, policies: Sequence[str | Policy], batches: Sequence[Batch]) -> list[MemoryRun]:
     """One run for each policy, one iteration for each batch, in turns."""
-    runs = [Run(setting, policy) for policy in policies]
+    runs = [MemoryRun(setting, policy) for policy in policies]
     take_turns({str(i): run.iterate for i, run in enumerate(runs)}, batches)
     return runs
 

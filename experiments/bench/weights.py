@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +26,12 @@ from dos.devices import Job
 from experiments.bench.activations import grouped, saved_sizes
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
-from experiments.harness import Dropped, Limit, Progress, all_equal, bits_of, finish, measuring, take_turns, timed
-from experiments.miniature import equal_subgroups, slowed
+from experiments.harness import Limit, Progress, finish, measuring, take_turns, timed
+from experiments.miniature import equal_subgroups, least_iteration_s, slowed
+from experiments.training import Run, common_limits, model_of
 from perfmodel import SubgroupLoad, Workload
-from perfmodel.bounds import lower_bound
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
-from perfmodel.simulate import Scope
 from perfmodel.workload import BlockLoad
 
 CONFIG = GPTConfig(layers=12, width=128, heads=4, context=16)
@@ -119,37 +117,15 @@ def _begin_backward_at(out: Tensor, device: Waiting) -> None:
         out.register_hook(lambda _: device.begin())
 
 
-class Run:
-    """Training one batch in one way, on a device of its own."""
-
-    def __init__(self, profile: HardwareProfile, capacity: int, way: str, batch: int) -> None:
-        torch.manual_seed(0)
-        self.model = GPT(CONFIG, dtype=DTYPE)
-        weights = WAYS[way]
-        occupied = sum(p.nbytes for p in self.model.parameters()) if weights is None else 0
-        self.device = Waiting(profile, capacity, occupied)
-        pace(self.model.blocks, self.device, batch * FORWARD_S)
-        self.optimizer = DOSAdam(
-            self.model.parameters(), subgroup_size=SUBGROUP, device=self.device, offload_gradients=True
-        )
-        self.optimizer.attach(self.model, activations="auto", weights=weights)
-
-    def iterate(self, batches: Sequence[Sequence[Tensor]]) -> float:
-        """Train on the batches: median seconds of those after the first. No work is in flight at the end.
-
-        Raises Dropped if the device has too little memory for this batch.
-        """
-        try:
-            _, *seconds = [timed(partial(self._train, batch)) for batch in batches]
-            self.optimizer.synchronize()
-        except torch.OutOfMemoryError as error:
-            raise Dropped from error
-        return statistics.median(seconds)
-
-    def _train(self, batch: Sequence[Tensor]) -> None:
-        self.model(*(tensor.clone() for tensor in batch)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+def started(profile: HardwareProfile, capacity: int, way: str, batch: int) -> Run:
+    """Start training batches of this size in one way."""
+    model, weights = model_of(CONFIG), WAYS[way]
+    occupied = sum(p.nbytes for p in model.parameters()) if weights is None else 0
+    device = Waiting(profile, capacity, occupied)
+    pace(model.blocks, device, batch * FORWARD_S)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=SUBGROUP, device=device, offload_gradients=True)
+    optimizer.attach(model, activations="auto", weights=weights)
+    return Run(model, optimizer, device)
 
 
 def bound_s(profile: HardwareProfile, capacity: int, way: str, batch: int) -> float:
@@ -176,8 +152,7 @@ def bound_s(profile: HardwareProfile, capacity: int, way: str, batch: int) -> fl
         blocks_least={"stay": len(blocks)}.get(way, 0),
         blocks_most={"stream": 0}.get(way, len(blocks)),
     )
-    scope = Scope.beside(work)
-    return scope.compute_s(work) + lower_bound(work, profile, scope).seconds
+    return least_iteration_s(work, profile)
 
 
 def _load(numel: int) -> SubgroupLoad:
@@ -198,29 +173,24 @@ def measure(rounds: int, batches: Sequence[int], on_progress: Progress) -> list[
     capacity = int(numel * DTYPE.itemsize / WEIGHTS_SHARE)
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        runs = {way: Run(profile, capacity, way, batch) for way in WAYS}
+        runs = {way: started(profile, capacity, way, batch) for way in WAYS}
         on_progress(f"batch {batch}")
         data = _batches(batch, WARM_UP + rounds)
         turns = [data[first : first + BLOCK] for first in range(0, len(data), BLOCK)]
-        seconds = take_turns({way: run.iterate for way, run in runs.items()}, turns, warm_up=WARM_UP)
-        first: list[Tensor] = []
-        for way, run in ((way, runs[way]) for way in WAYS if len(seconds[way]) == rounds):
-            bits = bits_of(run.model, run.optimizer)
-            first = first or bits
+        seconds = take_turns({way: run.turn for way, run in runs.items()}, turns, warm_up=WARM_UP)
+        ended = {way: run for way, run in runs.items() if len(seconds[way]) == rounds}
+        for way, run in ended.items():
             found = run.optimizer.metrics()
             iteration = statistics.median(seconds[way])
             rows.append(
                 {
                     "weights": way,
                     "batch": batch,
-                    "iteration_s": iteration,
+                    **run.common(next(iter(ended.values())), iteration),
                     "tokens_per_s": batch * CONFIG.context / iteration,
                     "predicted_s": 3 * FORWARD_S * batch + found["predicted_s"],
                     "bound_s": bound_s(profile, capacity, way, batch),
-                    "peak_bytes": run.device.peak_bytes,
-                    "capacity": capacity,
                     "blocks_on_device": found.get("blocks_on_device"),
-                    "bits_equal": all_equal(first, bits),
                 }
             )
     return rows
@@ -233,8 +203,7 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
     for row in rows:
         way, batch = row["weights"], row["batch"]
         best[way] = max(best.get(way, 0.0), row["tokens_per_s"])
-        found.append(Limit.at_most(f"{way} at {batch}: over capacity", row["peak_bytes"] / row["capacity"], 1.0))
-        found.append(Limit.at_least(f"{way} at {batch}: other bits", float(row["bits_equal"]), 1.0))
+        found += common_limits(f"{way} at {batch}", row)
         others = [r["iteration_s"] for r in rows if r["batch"] == batch and r["weights"] != "auto"]
         if way == "auto" and others:
             over = row["iteration_s"] / min(others)

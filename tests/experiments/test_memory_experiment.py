@@ -7,7 +7,7 @@ import torch
 
 import dos.planning.monitor
 from experiments.bench import memory
-from experiments.bench.memory import Run, Setting, train
+from experiments.bench.memory import MemoryRun, Setting, train
 from experiments.gpt import Corpus, GPTConfig, standard_library
 from experiments.harness import missed
 from experiments.paper import memory_h100
@@ -41,7 +41,7 @@ def test_a_run_that_fails_or_has_other_bits_or_too_much_memory_is_noticed(tiny: 
     failed, on_cpu = train(setting, [broken, "cpu"], batches(2))
     assert failed.errors == ["ValueError: no plan today"]
     assert not failed.equals(on_cpu)
-    other = Run(setting, "cpu")
+    other = MemoryRun(setting, "cpu")
     for batch in batches(2):
         other.iterate(batch)
     assert on_cpu.equals(other)
