@@ -153,21 +153,23 @@ class Backward:
 
         Where much state is resident, most gradients are of this kind. Called without the optimizer's lock.
         """
-        record = self._registry.record(parameter)
-        if record is None:
+        record = self._registry.records.get(id(parameter))
+        if record is None or self._wanted.plan is None:
             return False
         # Ctrl-C is not held back, which would take microseconds for each gradient: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted, _ = self._wanted
-            if plan is None or self.may_change(record):
+            if plan is None:
                 return False
-            # From here on there may be memory for slots at any gradient, which `send` fills.
-            if plan.slots and self.departures.past_half:
+            # From half of backward on there may be memory for slots at any gradient, which `send` fills.
+            if plan.slots and not self._ledger.stores.device.slots and self.departures.past_half:
                 return False
             if wanted:
                 for subgroup, _ in self._registry.places[record]:
                     if subgroup in wanted:
                         return False
+            if self.may_change(record):
+                return False
             self.count()
             self.departures.count(record)
             return True
@@ -178,15 +180,16 @@ class Backward:
         Backward peaks at one of them, and a peak that is not sampled would count as room for state. The last one is
         known from the iteration before; in the first iteration it is the one at which all parameters have a gradient.
         """
-        now = self.now
+        now, memory = self.now, self.decisions.memory
         now.gradients += 1
         if now.backward is not None:
-            last = self._gradients_before or len(self._registry.watching)
-            self.decisions.memory.sample(always=now.gradients == last)
+            is_last = now.gradients == (self._gradients_before or len(self._registry.watching))
+            if is_last or time.perf_counter() >= memory.due:  # asked here, because each gradient calls this
+                memory.sample(always=is_last)
         else:
             now.backward, now.travels = self.device.mark(), several_ranks()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
-            self.decisions.memory.enter(Op.BACKWARD)
+            memory.enter(Op.BACKWARD)
 
     def may_change(self, record: ParameterRecord) -> bool:
         """Return whether this record's gradients may change after their hooks.
@@ -227,7 +230,7 @@ class Backward:
             compare = None if unseen is None else unseen.compare(departure.subgroup, departure.gathered)
             transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers, then=compare)
             departure.mark_sent(transit)
-        if self.departures.past_half:
+        if plan.slots and self.departures.past_half:
             self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
 
     def plan_ahead(self) -> None:

@@ -270,11 +270,8 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 _ended = threading.Event()
-
-
-def main_thread_ended() -> bool:
-    """Return whether the main thread has ended. Executors start no more work then; other threads may run on."""
-    return _ended.is_set()
+main_thread_ended: Callable[[], bool] = _ended.is_set
+"""Returns whether the main thread has ended. Executors start no more work then; other threads may run on."""
 
 
 def on_own_thread() -> bool:

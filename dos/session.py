@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dos.activations.offload import Amount, Surrounding
 from dos.backward import Backward
-from dos.devices import Device, Job
+from dos.devices import Caller, Device, Job
 from dos.gradients.clipping import Clipping
 from dos.gradients.editing import Edit, Editing
 from dos.gradients.scaling import amp_scale
@@ -197,7 +197,7 @@ class Session:
                 return
             amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=self.registry.offloaded.enabled)
             if self.on_device is not None:
-                self.on_device.departures.writes = amp.writes
+                self.on_device.departures.begin_step(amp.writes)
             ready = None if amp.skip or whole else self._prepare(amp.factor)
             if whole:
                 self._commit_updated()
@@ -354,7 +354,7 @@ class Session:
             late = [s for s in registry.on_host if s in updates and self.attachment is not None and s.sharded]
             now = [s for s in registry.on_host if s in updates and s not in late]
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
-            updated = (r for r, _ in active.members if r.arena.accelerated or r in behind)
+            updated = [r for r, _ in active.members if r.arena.accelerated or r in behind]
             self.ledger.pending = dict.fromkeys(updated, frozenset())
             self.reconciler.count(active)
             self._count_updated()
@@ -551,19 +551,23 @@ class Session:
         """Return the groups' lists of parameters, without those that user code has set."""
         return [group["params"] for group in self.groups if isinstance(group["params"], GroupParameters)]
 
-    def finish_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Wait for the updates of these parameters, and no others. A hook calls this before they are used."""
-        if self.ledger.pending and not self._have_waited(parameters):
+    def finish_parameters(self, parameters: Iterable[Tensor], *, captured: bool) -> None:
+        """Wait for the updates of these parameters, and no others. A hook calls this before they are used.
+
+        captured: whether this is `capturing`.
+        """
+        if self.ledger.pending and (captured or not self._have_waited(parameters)):
             self._finish_parameters(parameters)
 
     def _have_waited(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the caller's queue is behind these updates. Without the lock: readers ask it often."""
         here, pending = None if self.on_device is None else self.on_device.device.caller(), self.ledger.pending
+        records = self.registry.records
         for parameter in parameters:
-            record = self.registry.record(parameter)
+            record = records.get(id(parameter))
             if record in pending and here not in pending[record]:
                 return False
-        return not self.capturing()
+        return True
 
     @entry(*ANY, hook=True)
     def _finish_parameters(self, parameters: Iterable[Tensor]) -> None:
@@ -578,28 +582,49 @@ class Session:
 
     def _join(self, parameters: Iterable[Tensor]) -> None:
         here = None if self.on_device is None else self.on_device.device.caller()
-        pending = self.ledger.pending
+        pending, places = self.ledger.pending, self.registry.places
         for parameter in parameters:
             record = self.registry.record(parameter)
             # Several modules may read one weight on several streams, each of which must wait.
             behind = None if record is None else pending.get(record)
             if record is None or behind is None or here in behind:
                 continue
+            subgroups = [subgroup for subgroup, _ in places[record]]
             try:
                 # The caller is about to read the parameter, which these updates write.
-                for subgroup, _ in self.registry.places[record]:
+                for subgroup in subgroups:
                     self.ledger.join(subgroup)
             except Exception:
                 with contextlib.suppress(Exception):  # the error that is raised says that the step failed
                     self._settle()
                 raise
-            if not behind:
-                if record.replaced and not record.follow_sharing():
-                    self._settle()
-                    raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
-                self.registry.written([record])
-            # The record stays listed, because another queue that reads the parameter has to wait for itself.
-            pending[record] = behind | {here}
+            if not behind and record.replaced and not record.follow_sharing():
+                self._settle()
+                raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
+            updated = [record, *self._beside(record, subgroups, here)]
+            self.registry.written([each for each in updated if not pending[each]])
+            for each in updated:
+                # It stays listed, because another queue that reads the parameter has to wait for itself.
+                pending[each] = pending[each] | {here}
+
+    def _beside(
+        self, record: ParameterRecord, subgroups: Sequence[Subgroup], here: Caller | None
+    ) -> list[ParameterRecord]:
+        """Return the other records behind whose updates the caller is, too, since it has joined these subgroups.
+
+        Not those whose memory was replaced: the modules that read them raise.
+        """
+        pending, places = self.ledger.pending, self.registry.places
+        if record.arena.streams:
+            return []
+        found = []
+        for other in dict.fromkeys(piece.record for subgroup in subgroups for piece in subgroup.pieces):
+            behind = pending.get(other)
+            if other is record or behind is None or here in behind or other.replaced:
+                continue
+            if len(subgroups) >= len(places[other]) and all(subgroup in subgroups for subgroup, _ in places[other]):
+                found.append(other)
+        return found
 
     @entry(*ANY)
     def bring_home(self) -> None:
@@ -683,11 +708,13 @@ class Session:
                 self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
             elif writes_gradient(known):
                 check_parts(parameter)
+        guard = self.guard
         # Gradients are copied to memory from which the host may still update for the last step.
-        self._end_last_step()
-        if self.guard.broken or main_thread_ended():
+        if self.ledger.running:
+            self._end_last_step()
+        if (guard.phase is not Phase.BACKWARD and guard.broken) or guard.lost or main_thread_ended():
             return  # the step raises the error
-        self.guard.phase = Phase.BACKWARD
+        guard.phase = Phase.BACKWARD
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
         on_device = self.on_device
@@ -697,7 +724,7 @@ class Session:
             on_device.count()
             if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
                 self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
-            record, offloaded = self.registry.record(parameter), self.registry.offloaded
+            record, offloaded = self.registry.records.get(id(parameter)), self.registry.offloaded
             if record is None:
                 return
             if not on_device.is_final(record):

@@ -26,6 +26,9 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
     def follows(copy: Copy, run: Sequence[Copy]) -> bool:
         return all(_follows(*sides) for sides in zip(copy, run[-1], strict=True))
 
+    copies = list(copies)
+    if len({source.untyped_storage().data_ptr() for _, source in copies}) == len(copies):
+        return copies  # as where each gradient has memory of its own
     runs = _grouped(copies, 0, follows)
     return [(_whole(run, 0), _whole(run, 1)) if len(run) > 1 else run[0] for run in runs]
 
@@ -51,19 +54,45 @@ def copy_runs(runs: Sequence[Sequence[Copy]], *, to_host: bool, before: Turn = l
     across.flush()
 
 
+class Kept(list[Copy]):
+    """Copies between the same memory, step after step, whose runs are found once."""
+
+    runs: list[list[Copy]] | None = None
+
+    def forget(self) -> None:
+        """Let there be none, until others are added."""
+        self.clear()
+        self.runs = None
+
+
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
     """Return the copies in groups of small ones that are neighbours on the host.
 
     host: which of destination (0) and source (1) is on the host.
     """
+    if not isinstance(copies, Kept):
+        return _runs(copies, host)
+    if copies.runs is None:
+        copies.runs = _runs(copies, host)
+    return copies.runs
 
-    def follows(copy: Copy, run: Sequence[Copy]) -> bool:
-        side, first, last = copy[host], run[0][host], run[-1][host]
-        if side.nbytes >= SMALL_BYTES or last.nbytes >= SMALL_BYTES:  # most of large models
-            return False
-        return side.data_ptr() + side.nbytes - first.data_ptr() <= RUN_BYTES and _follows(side, last)
 
-    return _grouped(copies, host, follows)
+def _runs(copies: Iterable[Copy], host: int) -> list[list[Copy]]:
+    # In one loop, because hooks on gradients wait for it. Sorted, because neighbours may be given in any order.
+    found = list[list[Copy]]()
+    first = end = -1
+    for address, _, copy in sorted([(copy[host].data_ptr(), n, copy) for n, copy in enumerate(copies)]):
+        side = copy[host]
+        nbytes = side.nbytes
+        small = nbytes < SMALL_BYTES
+        joins = small and address == end and address + nbytes - first <= RUN_BYTES
+        if joins and _follows(side, found[-1][-1][host]):
+            found[-1].append(copy)
+        else:
+            found.append([copy])
+            first = address
+        end = address + nbytes if small else -1  # nothing joins a large copy
+    return found
 
 
 def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequence[Copy]], bool]) -> list[list[Copy]]:

@@ -277,12 +277,12 @@ class CudaDevice:
 
     @contextmanager
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> Iterator[float]:
-        with named(Lane.CPU.value, Op.UPDATE.value, numel, "parameters"):
+        with named(Lane.CPU, Op.UPDATE, numel, "parameters"):
             yield time.perf_counter()
 
     @contextmanager
     def disk_io(self, lane: Lane, nbytes: int) -> Iterator[float]:
-        with named(lane.value, nbytes, "bytes"):
+        with named(lane, nbytes, "bytes"):
             yield time.perf_counter()
 
     @property
@@ -328,7 +328,7 @@ class CudaDevice:
         """
         stream = self._streams[op]
         with (
-            named(LANE_OF[op].value, op.value, subgroup),
+            named(LANE_OF[op], op, subgroup),
             self.current(),
             torch.cuda.stream(stream),
             torch.no_grad(),
@@ -509,7 +509,7 @@ class _CudaJob:
             end = self.clock.read(self.end)
             if self.start is None:
                 return Span(Lane.GPU, self.op, self.subgroup, end, end)
-            nbytes = sum(tensor.nbytes for tensor in self.keeps)
+            nbytes = sum([tensor.nbytes for tensor in self.keeps])
             return Span(LANE_OF[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
 
     def at(self) -> float | None:

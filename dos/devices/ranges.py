@@ -6,6 +6,7 @@ torch.profiler shows the work that its own thread has issued; the work of the CP
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,8 +23,10 @@ _NOTHING = nullcontext()
 
 
 def named(*words: object) -> AbstractContextManager[None]:
-    """Return a range named "dos" and these words, to surround host code that issues or does work."""
-    return _named("dos " + " ".join(map(str, words))) if names() else _NOTHING
+    """Return a range named "dos" and these words, or the values of enums, to surround host code that works."""
+    if not names():
+        return _NOTHING
+    return _named("dos " + " ".join(str(word.value if isinstance(word, enum.Enum) else word) for word in words))
 
 
 def names() -> bool:

@@ -25,7 +25,7 @@ _ALREADY = contextlib.nullcontext()
 """In the place of torch.no_grad() where gradients are off, as in backward without create_graph."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seen:
     """One parameter's gradient as hooks saw it in this iteration, and expectations for the next.
 
@@ -51,8 +51,9 @@ class _Seen:
         # DDP has set another tensor as `grad`: neither object nor version can tell whether it is equal, only the bits.
         if written.gradient is None:
             return not written.rewritten
-        known = written.bits is not None or (writes is not None and written.writes(gradient) == writes)
-        return known and written.holds(gradient)
+        if not written.holds(gradient):
+            return False
+        return written.bits is not None or (writes is not None and written.writes(gradient) == writes)
 
 
 @dataclass
@@ -88,12 +89,12 @@ class Departures:
     The step notices by identity and version that a gradient has changed after it was sent (clipping or unscaling in
     place, another backward), and sends it again. A gradient that user code changes is not sent early next time.
 
-    writes: the number of writes to every gradient between backward and this step that changed no value (GradScaler's
-        check for inf); None: values have changed.
     """
 
     def __init__(self) -> None:
-        self.writes: int | None = 0
+        self._writes: int | None = 0
+        self._checked: dict[_Seen, bool] = {}
+        """Whether gradients are untouched, as far as this step has looked."""
         self._seen: dict[ParameterRecord, _Seen] = {}
         self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
@@ -133,15 +134,16 @@ class Departures:
             return []  # the step first reads the parameter anew
         caller = device.caller()
         with torch.no_grad() if torch.is_grad_enabled() else _ALREADY:  # it is five calls of Python
-            flat = record.flat_gradient(local(gradient))
+            flat = record.flat_gradient(gradient if type(gradient) is Tensor else local(gradient))
         complete = []
         for subgroup, piece in places:
             departure = self._departures.get(subgroup)
             if departure is None:
-                awaited = {other for other in subgroup.pieces if self._expects(other)}
-                departure = self._departures[subgroup] = Departure(subgroup, staging, awaited)
+                departure = self._departures[subgroup] = Departure(subgroup, staging, self._awaited(subgroup))
             departure.awaited.discard(piece)
-            departure.gathered[piece] = (subgroup.gradient[piece.run], piece.of_parameter(flat)), written
+            first = subgroup.start + piece.start
+            part = flat if piece.numel == record.numel else piece.of_parameter(flat)
+            departure.gathered[piece] = (staging[first : first + piece.numel], part), written
             # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
             departure.callers.add(caller)
             if not departure.awaited:
@@ -173,8 +175,27 @@ class Departures:
 
     def marked(self) -> list[tuple[Token, Tensor]]:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
-        seen = ((seen.written, record.gradient) for record, seen in self._seen.items() if seen.written is not None)
-        return [(written, gradient) for written, gradient in seen if gradient is not None]
+        marked = [
+            (seen.written, record.gradient)
+            for record, seen in self._seen.items()
+            if seen.written is not None and seen.written.bits is not None
+        ]
+        return [(written, gradient) for written, gradient in marked if gradient is not None]
+
+    def begin_step(self, writes: int | None) -> None:
+        """Begin a step, successful or not.
+
+        writes: the number of writes to every gradient since backward that changed no value (GradScaler's check for
+            inf); None: values have changed.
+        """
+        self._writes, self._checked = writes, {}
+
+    def _is_untouched(self, record: ParameterRecord, seen: _Seen) -> bool:
+        """Return whether this step finds the gradient as backward has written it. Looks once."""
+        found = self._checked.get(seen)
+        if found is None:
+            found = self._checked[seen] = seen.is_untouched(record.parameter.grad, self._writes)
+        return found
 
     def subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
         """Return the subgroup in a step, with the transits of gradients that are still valid."""
@@ -191,13 +212,14 @@ class Departures:
             return set(), []
         holding = set()
         transfers = {}
-        for piece in pieces:
-            if piece not in departure.sent:
+        for piece in pieces if departure.sent else ():
+            sent = departure.sent.get(piece)
+            if sent is None:
                 continue
-            transit, written = departure.sent[piece]
+            transit, written = sent
             seen = self._seen[piece.record]
             # The gradient that was sent may be of an earlier backward than the last one.
-            if seen.written is written and seen.is_untouched(piece.record.parameter.grad, self.writes):
+            if seen.written is written and self._is_untouched(piece.record, seen):
                 holding.add(piece)
                 transfers[transit.number] = transit
         return holding, list(transfers.values())
@@ -206,7 +228,7 @@ class Departures:
         """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
         for record, seen in fired:
-            seen.untouched = seen.is_untouched(record.parameter.grad, self.writes)
+            seen.untouched = self._is_untouched(record, seen)
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired
@@ -223,7 +245,7 @@ class Departures:
         """Forget all gradients seen so far, and refer to none of them."""
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
-        self._departures = {}
+        self._departures, self._checked = {}, {}
         self._fired = 0
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:
@@ -231,7 +253,11 @@ class Departures:
         for record in records:
             self._seen.pop(record, None)
 
-    def _expects(self, piece: Piece) -> bool:
-        """Return whether the subgroup waits for this piece: not if it had no gradient last time or that was changed."""
-        seen = self._seen.get(piece.record)
-        return seen is not None and seen.expected > 0 and seen.untouched and bool(piece.record.parameter.requires_grad)
+    def _awaited(self, subgroup: Subgroup) -> set[Piece]:
+        """Return the pieces for which the subgroup waits: not those whose gradient was missing or changed last time."""
+        seen = [(piece, self._seen.get(piece.record)) for piece in subgroup.pieces]
+        return {
+            piece
+            for piece, each in seen
+            if each is not None and each.expected > 0 and each.untouched and piece.record.parameter.requires_grad
+        }

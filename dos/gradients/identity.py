@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import counts_writes, local, version
-from dos.torch_internals.tensors import storage_address
+from dos.torch_internals.tensors import storage_address, version_counter
 
 GradientOrHandle = Tensor | Future
 """A gradient in `p.grad`, or the handle that `OffloadedGradients.gradients` has for an offloaded one."""
@@ -34,13 +34,14 @@ class Token:
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
         self.rewritten = False
+        self._plain = type(gradient) is Tensor and not gradient.is_inference()  # as almost all gradients are
         if isinstance(gradient, Tensor):
-            mine = local(gradient)
+            mine = gradient if self._plain else local(gradient)
+            self._version = version_counter(gradient) if self._plain else version(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self._reading = _reading(mine)
-            self._version = version(gradient)
-            if not here or not counts_writes(gradient):
+            if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
 
     @property
@@ -54,12 +55,12 @@ class Token:
             return False
         if not isinstance(gradient, Tensor):
             return True
-        mine = local(gradient)
+        mine = gradient if self._plain else local(gradient)
         return self._storage.cdata == storage_address(mine.untyped_storage()) and self._reading == _reading(mine)
 
     def writes(self, gradient: Tensor) -> int:
-        """Return the number of writes to the gradient since, as far as versions count them."""
-        return version(gradient) - self._version
+        """Return the number of writes to the gradient, which the token `holds`, as far as versions count them."""
+        return (version_counter(gradient) if self._plain else version(gradient)) - self._version
 
 
 def _reading(tensor: Tensor) -> tuple[object, ...]:

@@ -51,7 +51,7 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
         if record in away:
             gradient = offloaded.flat(record)
         else:
-            mine = record.gradient
+            mine = record.gradient if record.wrapped else record.leaf.grad
             assert mine is not None, "each record has one"
             gradient = mine if number < active.settled else record.flat_gradient(mine)
         written = number >= active.settled and record.changed()

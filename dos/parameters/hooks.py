@@ -193,7 +193,8 @@ class Attachment:
     def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
         """Return the module's parameters as the optimizer knows them: the homes, where a block has copies."""
         recurse = recurse or isinstance(module, nn.MultiheadAttention)  # it reads its projection's, which never runs
-        return [self.homes.get(id(p), p) for p in parameters_of(module, recurse=recurse)]
+        found = parameters_of(module, recurse=recurse)
+        return [self.homes.get(id(p), p) for p in found] if self.homes else found
 
     def _add(self, module: nn.Module) -> None:
         compiled = is_compiled(module)
@@ -220,15 +221,17 @@ class Attachment:
                 self._finish_all(module)
             return
         watcher.sample_memory()
-        if module in self._ran and not watcher.waits():
+        known = module in self._ran
+        if known and not watcher.waits():
             return
         # Its parameters are gathered now; the all-gather has waited for the shards.
-        if module not in self._sharded:
+        if not self._groups or module not in self._sharded:
             own = self._own(module, recurse=False)
-            if module not in self._ran:
+            if not known:
                 self._ran[module] = False
                 self._first_use |= dict.fromkeys(map(id, own))
-            self.finish(own)
+            if own:
+                self.finish(own)
         end_waiting(module, self)  # it reads its parameters several times
 
     def _uses(self, watcher: Any, module: nn.Module, *, recurse: bool) -> bool:
@@ -265,11 +268,11 @@ class Attachment:
         """Wait for the updates of these parameters, which are about to be used."""
         watcher = self._watcher()
         if watcher is not None:
-            parameters = list(parameters)
-            if watcher.capturing():
+            parameters, captured = list(parameters), watcher.capturing()
+            if captured:
                 # Replays run no hooks: from now on step() itself waits for these parameters.
                 self._captured.update(map(id, parameters))
-            watcher.finish_parameters(parameters)
+            watcher.finish_parameters(parameters, captured=captured)
 
     def _finish_all(self, module: nn.Module | None = None) -> None:
         watcher = self._watcher()

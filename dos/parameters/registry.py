@@ -325,7 +325,7 @@ class Registry:
     def forget_batches(self, record: ParameterRecord) -> None:
         """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""
         for subgroup, _ in self.places[record]:
-            subgroup.batches.clear()
+            subgroup.forget_memory()
 
     def reindex(self) -> None:
         """Compute everything anew that follows from the list of subgroups."""

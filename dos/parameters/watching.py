@@ -158,7 +158,10 @@ class Watching:
         optimizer that takes them away is still alive.
         """
         # `model.to()` swaps the tensors of DTensors: their hooks are still listed, and never called.
-        swapped = [p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p))]
+        elsewhere = bool(self._leaves)  # tensors are hashed in Python
+        swapped = [
+            p for p, hook in self._watched.items() if hook.address != tensor_address(self._leaf(p) if elsewhere else p)
+        ]
         for parameter in swapped:
             hook_again(parameter)
             self._watched[parameter] = self._watched[parameter]._replace(address=tensor_address(parameter))

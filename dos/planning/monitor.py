@@ -33,6 +33,8 @@ The memory of an operation beside saved tensors, and the next block's weights, m
 """
 NEAR = 0.1
 """The share of free device memory below which state may soon have to move, if free memory falls."""
+RECENT_S = 5e-3
+"""Seconds for which a reading serves another sample, as of the last gradient for `step()`, whose first work waits."""
 TOO_LITTLE = f"because {1 + SPARE_TO_GROW:g} subgroups must be free before another one stays"
 BUDGET = "by memory_budget="
 
@@ -48,9 +50,11 @@ class MemoryMonitor:
         at the peak of the iteration, with the reasons. Empty if there is room for all state.
     room: of the last call of `limits`.
     grows_short: whether the room was less than in the iteration before, so that state may soon have to move.
+    due: the time.perf_counter() before which `sample` takes no sample that is not asked for `always`.
     """
 
     def __init__(self, device: Device, held: Callable[[], int], budget: Budget = None) -> None:
+        self._device = device
         self._held = held
         self._budget = budget
         self._reader = MemoryReader(device)
@@ -60,7 +64,7 @@ class MemoryMonitor:
         self._seen = False
         self._last = Op.FORWARD, 0
         """The phase at the last sample, and the bytes that state had then."""
-        self._sampled_at, self._due = 0.0, -math.inf
+        self._sampled_at, self.due = 0.0, -math.inf
         self._took: deque[float] = deque(maxlen=9)
         self.renew()
         self._resident: int | None = None
@@ -80,7 +84,19 @@ class MemoryMonitor:
     def enter(self, phase: Op) -> None:
         """Begin a phase of the iteration, one of FORWARD, BACKWARD, UPDATE, and take a sample."""
         self._phase, self._late = phase, False
-        self.sample(always=True)
+        # Not on an emulated device, whose memory costs nothing to read, and changes at a given moment.
+        recent = phase is Op.UPDATE and time.perf_counter() - self._sampled_at < RECENT_S
+        if recent and self._device.queues:
+            self._sample_again()
+        else:
+            self._sample()
+
+    @exclusive
+    def _sample_again(self) -> None:
+        """Take a sample of this phase by the last reading."""
+        memory, held = self.reading.memory, self._last[1]
+        self._last = self._phase, held
+        self.forecast.sample(self._phase, memory.free, held, memory.total, others=self.reading.others, late=self._late)
 
     @exclusive
     def spare_in_backward(self) -> int:
@@ -101,7 +117,7 @@ class MemoryMonitor:
     def sample(self, always: bool = False) -> None:
         """Take a sample, unless the last one is so recent that sampling would take more than its share of time."""
         # Without the lock, because each gradient and each module of a forward calls this.
-        if always or time.perf_counter() >= self._due:
+        if always or time.perf_counter() >= self.due:
             self._sample()
 
     @exclusive
@@ -123,7 +139,7 @@ class MemoryMonitor:
     def _due_next(self) -> None:
         # The median, because a sample during which another thread had the interpreter does not show its cost.
         share = SHARE_OF_TIME if self._seen else SHARE_AT_FIRST
-        self._due = self._sampled_at + statistics.median(self._took) / share
+        self.due = self._sampled_at + statistics.median(self._took) / share
 
     @exclusive
     def end_iteration(self) -> None:

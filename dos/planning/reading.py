@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
+import time
 from typing import Any, NamedTuple
 
 from dos.devices import Device, Memory
@@ -13,6 +15,10 @@ logger = logging.getLogger(__name__)
 
 OF_THIS_DEVICE = 0.1
 """The share of the device's memory by which NVML and the runtime may differ: the driver reserves some."""
+
+
+AGAIN_S = 1.0
+"""Seconds until NVML's library is looked for again."""
 
 
 class Source(enum.Enum):
@@ -64,9 +70,13 @@ class Nvml:
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
         self._handle: Any = None
+        self._absent_until = -math.inf
+        """The time.perf_counter() until which its library is not looked for: it was not found."""
 
     def read(self) -> Memory | Source:
         """Return the memory, or the reason why there is no figure."""
+        if time.perf_counter() < self._absent_until:
+            return Source.NO_NVML
         try:
             import pynvml
         except ImportError:
@@ -80,7 +90,10 @@ class Nvml:
         except Exception as error:  # NVMLError, or any error of a library that does not fit the driver
             self._handle = None  # the driver may come back
             logger.debug("NVML: %s", repr(error))
-            return _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
+            found = _REASONS.get(type(error).__name__.removeprefix("NVMLError_"), Source.FAILED)
+            if found is Source.NO_NVML:  # looking for it takes half a millisecond, in backward and step()
+                self._absent_until = time.perf_counter() + AGAIN_S
+            return found
 
 
 _REASONS = {

@@ -79,11 +79,22 @@ class BitSums:
     @property
     def current(self) -> bool:
         """Whether all parameters have the memory for which this was made."""
-        return all(part.address == _address(piece) for piece, part in self._parts.items())
+        return not self._moved(self._parts)
 
     def comparable(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Return those of the pieces that are known and have the memory for which this was made."""
-        return [piece for piece in pieces if piece in self.known and self._parts[piece].address == _address(piece)]
+        known = [piece for piece in pieces if piece in self.known]
+        moved = self._moved(known)
+        return [piece for piece in known if piece not in moved] if moved else known
+
+    def _moved(self, pieces: Iterable[Piece]) -> set[Piece]:
+        """Return those of the pieces that have other memory than that for which this was made."""
+        flats = [(piece, piece.record.flat) for piece in pieces]
+        return {
+            piece
+            for piece, flat in flats
+            if self._parts[piece].address != flat.data_ptr() + piece.parameter_start * flat.itemsize
+        }
 
     def remember(self, pieces: Collection[Piece]) -> None:
         """Remember the bits of these pieces."""

@@ -41,7 +41,8 @@ class HostTensor:
 
     def has(self, start: int, stop: int) -> bool:
         """Return whether the memory of these parameters is allocated."""
-        return start == stop or self.part(start, stop) in self._made
+        # All of it, as in most steps; parts do not overlap.
+        return start == stop or self.nbytes == self.tensor.nbytes or self.part(start, stop) in self._made
 
     def allow_huge_pages(self, first: int, last: int) -> None:
         """Let a part that will be allocated share huge pages with neighbours that may have them."""

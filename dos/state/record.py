@@ -143,25 +143,26 @@ class ParameterRecord:
 
     def moved(self) -> bool:
         """Return whether the parameter has other memory or other strides than after our last write."""
-        p = self.local
+        p = self.local if self.wrapped else self.parameter
         return self.data_ptr != p.data_ptr() or self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
     @property
     def replaced(self) -> bool:
         """Whether user code has replaced the memory to which the last update has written."""
         # By number: `share_memory_()` moves the memory of all tensors that share a storage.
-        return not self.stand_in and self._address != self.local.data_ptr()
+        return not self.stand_in and self._address != (self.local if self.wrapped else self.parameter).data_ptr()
 
     def changed(self) -> bool:
         """Return whether user code wrote to the parameter, or replaced its memory, since `saw`."""
-        return self.rewritten or self.version != version(self.parameter) or self.moved()
+        now = version(self.parameter) if self.wrapped else version_counter(self.parameter)
+        return self.rewritten or self.version != now or self.moved()
 
     def settled(self, gradient: Tensor | None) -> bool:
         """Return whether the parameter is unchanged since the last step, and the gradient is like the last one.
 
         Both can then be used in place without a further check. gradient: None if it was offloaded.
         """
-        p = self.local
+        p = self.local if self.wrapped else self.parameter
         return (
             (version(self.parameter) if self.wrapped else version_counter(p)) == self.version
             and not self.rewritten
@@ -189,7 +190,7 @@ class ParameterRecord:
 
     def saw(self) -> None:
         """Remember the parameter as it is now."""
-        p = self.local
+        p = self.local if self.wrapped else self.parameter
         self.rewritten = False
         self.bits = fingerprint(p) if self.wrapped and self.arena.keeps_copies else None
         self.version = version(self.parameter) if self.wrapped else version_counter(p)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dos.devices.coalesce import Kept
 from dos.state.arena import Arena, State, aligned
 from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad
@@ -56,8 +57,9 @@ class Subgroup:
     """A contiguous run of an arena, updated as one unit.
 
     start, stop: within the arena.
-    batches: batches of its updates by placement, with the addresses to which each has followed; cleared when the memory
-        of a parameter is replaced.
+    batches: batches of its updates by placement, with the addresses to which each has followed. uploads: the copies of
+        all new parameters from the staging to the device, once they were made. Both are cleared when the memory of a
+        parameter is replaced.
     newest: the pieces whose newest parameters are staged on the host, where the host updates them as masters, or halves
         of masters.
     """
@@ -68,10 +70,16 @@ class Subgroup:
     pieces: tuple[Piece, ...]
     batches: dict[tuple[str, int], tuple[Any, list[int]]] = field(default_factory=dict)
     newest: set[Piece] = field(default_factory=set)
+    uploads: Kept = field(default_factory=Kept)
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def forget_memory(self) -> None:
+        """Forget what refers to the memory of its parameters, because that was replaced."""
+        self.batches.clear()
+        self.uploads.forget()
 
     @cached_property
     def numbers(self) -> list[int]:

@@ -29,6 +29,7 @@ class Turn(NamedTuple):
     ready: the jobs that copy its gradients to the host, and its state if that was elsewhere.
     after: the jobs that still read its old parameters on the device: the upload waits for them.
     done: receives the job that copies new parameters to the device, or has updated them at home, or the exception.
+    confirm: called before the update; returns another job for which the upload waits. See `UnseenWrites.confirm`.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Turn(NamedTuple):
     ready: Sequence[Job]
     after: Sequence[Job]
     done: Future[Job]
+    confirm: Callable[[], Job] | None = None
 
 
 class Turns:
@@ -193,22 +195,28 @@ class HostLane:
             place, turn = found
             try:
                 with turns.place(place):
-                    span = self._update(turn, self._prepare(turn), turns, place)
-                resolve(turn.done, self._send(turn, span))
+                    update, after = self._prepare(turn)
+                    span = self._update(turn, update, turns, place)
+                resolve(turn.done, self._send(turn, span, after))
                 turns.end()
             except BaseException as error:
                 turns.end(error)
                 reject(turn.done, turns.error or error)
 
-    def _prepare(self, turn: Turn) -> HostUpdate | Callable[[], None]:
+    def _prepare(self, turn: Turn) -> tuple[HostUpdate | Callable[[], None], Sequence[Job]]:
+        """Return the update of a turn, and the jobs for which its upload waits."""
         for job in turn.ready:
             # The update reads the staged gradient and the state, which these jobs write.
             job.wait()
         if self._unseen is not None:
             self._unseen.take_over(turn.number, turn.work, turn.after)
+        after = turn.after
+        if turn.confirm is not None:  # here, because `step()` would take longer to hand over all turns
+            with self._sending:
+                after = [*after, turn.confirm()]
         if self._other is None:  # one thread alone prepares within the time of the update, as calibration does
-            return lambda: turn.work.prepare_on_host()()
-        return turn.work.prepare_on_host()
+            return lambda: turn.work.prepare_on_host()(), after
+        return turn.work.prepare_on_host(), after
 
     def _update(self, turn: Turn, update: HostUpdate | Callable[[], None], turns: Turns, place: int) -> Span:
         if turns.served and isinstance(update, HostUpdate) and update.native and self._device.only_clocks_updates:
@@ -224,7 +232,8 @@ class HostLane:
             update()
         return Span(Lane.CPU, Op.UPDATE, turn.number, start, time.perf_counter())
 
-    def _send(self, turn: Turn, span: Span) -> Job:
+    def _send(self, turn: Turn, span: Span, after: Sequence[Job]) -> Job:
+        """Copy the new parameters to the device once all of `after` are done."""
         if turn.work.subgroup.arena.streams:
             # The new parameters are at home. An empty copy would cost the link its latency, and make the next fetch
             # wait for other copies in the queue.
@@ -233,10 +242,10 @@ class HostLane:
         with self._sending:  # else the start and the end of one copy would enclose another
             # Behind the work that the caller queued before the step, which still reads the old parameters.
             if self._unseen is None:
-                return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after)
+                return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), after)
             # In the same job: user code may write to the parameters as soon as that has ended.
             remember = self._unseen.remember(turn.work)
-            return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), turn.after, remember)
+            return self._device.copy(Op.PARAMETER, turn.number, turn.work.uploads(), after, remember)
 
 
 def _wait_for(other: Future[None] | None) -> None:

@@ -225,7 +225,7 @@ class Step:
             ready = [*ready, reading]
         if subgroup.arena.streams:
             return Turn(i, update, ready, (), done)
-        after = self.backward
+        after, confirm = self.backward, None
         if self._unseen is not None:
             early = update.offloaded and self._unseen.compared_early(update)
             if self._subjects[i].late or (update.offloaded and not early):
@@ -233,8 +233,8 @@ class Step:
                 ready = [*ready, *self._unseen.compare_late(i, update, after)]
             else:
                 ready = [*ready, *self._early] if early else ready
-                after = [*after, *self._unseen.confirm(i, update, after)]
-        return Turn(i, update, ready, after, done)
+                confirm = self._unseen.confirm(i, update, after)
+        return Turn(i, update, ready, after, done, confirm)
 
     def _transfer(self, task: Task, after: Sequence[Job]) -> Job:
         """Issue a copy of state between stores, of gradients to the host, or of both to a slot."""

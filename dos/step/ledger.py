@@ -9,6 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
 from dos.devices.coalesce import joined
@@ -83,6 +84,8 @@ class Ledger:
         """The plan for which these two were computed."""
         self._streamed: list[int] = []
         self._slot_bytes = 0
+        self._scheduled: tuple[tuple[Any, ...], Schedule] | None = None
+        """The last schedule, and what it was made of."""
         self._queued: deque[Step] = deque()
         self._lane_done: Future[None] | None = None
         """The host's part of the step; None: it has no such part."""
@@ -108,7 +111,10 @@ class Ledger:
         coming = self._state.get(subgroup)
         if coming is not None and coming.slot is None:
             return coming.source
-        return next((tier for tier, store in self.stores.of.items() if store.has(subgroup)), None)
+        for tier, store in self.stores.of.items():
+            if store.has(subgroup):
+                return tier
+        return None
 
     def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
         """Move the state of all these home. Blocks. User code may write there from now on.
@@ -220,7 +226,7 @@ class Ledger:
         # Behind the work of each queue in which backward writes these gradients.
         behind = () if then is None else (then,)
         job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers), *behind)
-        nbytes = sum(source.nbytes for _, source in copies)
+        nbytes = sum([source.nbytes for _, source in copies])
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self._transits.append(transit)
         if freed:
@@ -385,7 +391,10 @@ class Ledger:
             granted = dataclasses.replace(plan, slots=slots)
             indices = {subject.subgroup: i for i, subject in enumerate(subjects)}
             tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
-            schedule = schedule_step(granted, workload, found, tasks)
+            made_of = granted, workload, found, tasks
+            if self._scheduled is None or self._scheduled[0] != made_of:  # in most steps it is the last one's
+                self._scheduled = made_of, schedule_step(*made_of)
+            schedule = self._scheduled[1]
             self.step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
             # The host begins to update while later tasks are issued.
             self.step.issue(self._give)

@@ -121,18 +121,19 @@ class UnseenWrites:
         compare = self.compare(update.subgroup, update.copied_pieces)
         return [] if compare is None else [self._device.copy(Op.GRADIENT, number, [], after, compare)]
 
-    def confirm(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> list[Job]:
-        """Compare pieces whose gradients were sent before once more, behind `after`, for `lost`.
+    def confirm(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> Callable[[], Job] | None:
+        """Return what compares pieces whose gradients were sent before once more, behind `after`, for `lost`.
 
-        Returns the job, for which the copy to these parameters must wait.
+        That returns the job, for which the copy to these parameters must wait. None: there are no such pieces.
         """
         sums = self._sums.get(update.subgroup)
-        pieces = [] if sums is None else sums.comparable(p for p in update.copied_pieces if p in sums.compared)
-        if sums is None or not pieces:
-            return []
+        pieces = [] if sums is None else sums.comparable([p for p in update.copied_pieces if p in sums.compared])
+        return None if sums is None or not pieces else partial(self._confirm, number, sums, pieces, after)
+
+    def _confirm(self, number: int, sums: BitSums, pieces: Collection[Piece], after: Sequence[Job]) -> Job:
         job = self._device.copy(Op.GRADIENT, number, [], after, partial(sums.compare, pieces, _LAST))
         self._confirmations.append(_Confirmation(sums, pieces, job, _LAST))
-        return [job]
+        return job
 
     def around(
         self, updates: Iterable[SubgroupUpdate], apply: Callable[[], None]

@@ -176,7 +176,12 @@ class SubgroupUpdate:
         """Return the copies of the new parameters to the device; none where their home is the host."""
         if self.subgroup.arena.streams:
             return []
-        return [(_of_parameter(p), self._staged(p)) for p, _ in self.items]
+        kept = self.subgroup.uploads
+        if not (self._whole and self.at_home):
+            return [(_of_parameter(p), self._staged(p)) for p, _ in self.items]
+        if not kept:
+            kept += [(_of_parameter(p), self._staged(p)) for p in self.subgroup.pieces]
+        return kept
 
     def prepare(self, state: State, gradient_buffer: Tensor | None = None) -> Batch:
         """Return the update of `state` and of the parameters on the same device, whose masters must `follow` first.
@@ -410,7 +415,7 @@ class Subject(NamedTuple):
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
         items = update.items if update.offloaded else self.late
-        gradient_bytes = sum(piece.numel * gradient.values.itemsize for piece, gradient in items)
+        gradient_bytes = sum([piece.numel * gradient.values.itemsize for piece, gradient in items])
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
         return SubgroupState(
             state,

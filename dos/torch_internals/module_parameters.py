@@ -108,8 +108,10 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
     """Return `module.parameters()` as a list, without waiting."""
-    modules = module.modules() if recurse else (module,)
-    found = (p for each in modules for p in own_parameters(each).values() if p is not None)
+    if not recurse:  # each time that a module runs
+        own = own_parameters(module)
+        return list({id(p): p for p in own.values() if p is not None}.values()) if own else []
+    found = (p for each in module.modules() for p in own_parameters(each).values() if p is not None)
     return list({id(p): p for p in found}.values())
 
 

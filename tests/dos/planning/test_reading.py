@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -160,6 +161,20 @@ def test_a_device_that_is_lost_and_comes_back(nvml: Pynvml, said: list[str]) -> 
     assert sources == [there, there, lost, lost, there, there, lost, there]
     assert nvml.calls.count("nvmlDeviceGetHandleByUUID") == 3, "a handle from before is not trusted"
     assert len(said) == 1, "of the same loss there is nothing new to say"
+
+
+def test_a_library_that_is_not_there_is_not_looked_for_in_each_sample(
+    nvml: Pynvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml.fails_at, nvml.error = "nvmlInit", Pynvml.error_of("LibraryNotFound")
+    monitor = monitor_of(Card(free=1234))
+    for _ in range(3):
+        monitor.sample(always=True)
+    assert nvml.calls.count("nvmlInit") == 1
+    nvml.fails_at, later = None, time.perf_counter() + 60
+    monkeypatch.setattr(time, "perf_counter", lambda: later)
+    monitor.sample(always=True)
+    assert monitor.reading.source is Source.NVML
 
 
 def test_the_errors_are_those_of_the_real_library() -> None:

@@ -141,6 +141,20 @@ def test_memory_that_is_replaced_while_an_update_runs_on_is_refused() -> None:
         models[1](batch(4))
 
 
+def test_memory_of_a_module_whose_neighbour_has_waited_is_refused_if_it_was_replaced() -> None:
+    """One subgroup has all parameters: the first module waits for their update, the last one finds other memory."""
+    model = mlp()
+    optimizer = accelerated(model, attach=True, policy="cpu", subgroup_size=10**6)
+    kept = list(model.parameters())
+    train(model, optimizer, 2)
+    optimizer.synchronize()
+    backward(model, 2)
+    optimizer.step()
+    kept[-1].data = kept[-1].data.clone()
+    with pytest.raises(RuntimeError, match=r"of shape \(7, 40\) got other memory after step\(\)"):
+        model(batch(3))
+
+
 def test_values_that_user_code_puts_in_the_place_of_an_update_are_trained_on() -> None:
     """Also where it did not wait for the update: `p.data = ...` is a write of user code's, at any time."""
     ends = []
