@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,11 +113,23 @@ class Timeline:
 
     def busy(self, lane: Lane) -> float:
         """Seconds during which the lane was serving; spans of streams that share it may overlap."""
-        total, reached = 0.0, -math.inf
+        return math.fsum(end - start for start, end in self.times(lane))
+
+    def times(self, lane: Lane) -> list[tuple[float, float]]:
+        """Start and end of each time during which the lane was serving without a break, in order."""
+        found: list[tuple[float, float]] = []
         for span in self.on(lane):
-            total += max(0.0, span.end - max(span.start, reached))
-            reached = max(reached, span.end)
-        return total
+            if found and span.start <= found[-1][1]:
+                found[-1] = found[-1][0], max(found[-1][1], span.end)
+            else:
+                found.append((span.start, span.end))
+        return found
+
+    def beside_both(self, op: Op, one: Lane, other: Lane) -> float:
+        """Seconds of the spans of an operation during which both of two lanes were serving."""
+        both = _common(self.times(one), self.times(other))
+        spans = [(span.start, span.end) for span in self.spans if span.op is op]
+        return math.fsum(end - start for start, end in _common(both, spans))
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -198,3 +210,17 @@ class Timeline:
         if self.missing:
             warnings.warn(f"the trace {path} shows nothing: {self.missing}", stacklevel=2)
         Path(path).write_text(json.dumps(self.chrome_trace()))
+
+
+def _common(times: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times, from start to end, that two lists have in common, each in order and without overlaps."""
+    found, i, j = list[tuple[float, float]](), 0, 0
+    while i < len(times) and j < len(others):
+        start, end = max(times[i][0], others[j][0]), min(times[i][1], others[j][1])
+        if start < end:
+            found.append((start, end))
+        if times[i][1] <= others[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found

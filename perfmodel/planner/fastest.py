@@ -47,15 +47,22 @@ class Fastest:
         return Situation(self.question).training_s / self.outcome.seconds
 
     def accumulating(self) -> tuple[int, float] | None:
-        """The fewest micro-batches with which `compute_share` is NEARLY_ALL, and it; None if one has it, or none."""
+        """The fewest micro-batches with which `compute_share` is NEARLY_ALL, or of that with the most; and it.
+
+        None if more micro-batches gain nothing worth while, or are not what was asked.
+        """
         if self.compute_share >= NEARLY_ALL or self.question.micro_batches > 1 or not self.question.accumulation:
             return None
-        for count in ACCUMULATIONS:
-            situation = Situation(self.question.replace(micro_batches=count))
-            share = situation.training_s / adaptive_outcome(situation).seconds
-            if share >= NEARLY_ALL:
-                return count, share
-        return None
+        most = self._share_accumulating(ACCUMULATIONS[-1])
+        if most * (1 - WORTHWHILE) <= self.compute_share:
+            return None
+        enough = NEARLY_ALL if most >= NEARLY_ALL else NEARLY_ALL * most
+        shares = ((count, self._share_accumulating(count)) for count in ACCUMULATIONS)
+        return next((count, share) for count, share in shares if share >= enough)
+
+    def _share_accumulating(self, count: int) -> float:
+        situation = Situation(self.question.replace(micro_batches=count))
+        return situation.training_s / adaptive_outcome(situation).seconds
 
     def to_json(self) -> dict[str, Any]:
         """Return the options, the batch, and times in seconds."""

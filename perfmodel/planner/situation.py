@@ -11,10 +11,11 @@ from perfmodel.demand import demand, operation_demand
 from perfmodel.hardware import DISK_RATES, HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Stream
 from perfmodel.plan import Placement, Plan
+from perfmodel.planner.beside import seconds_of
 from perfmodel.planner.job import Job
 from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
-from perfmodel.schedule import schedule
+from perfmodel.schedule import schedule, schedule_micro_batch
 from perfmodel.simulate import Phase, Scope, makespan
 from perfmodel.tasks import Task
 from perfmodel.timeline import Lane, Op
@@ -162,12 +163,20 @@ class Situation:
             before_s = self.job.backward_s + (0.0 if attached else update_s)
             seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
-            seconds = makespan(plan, self.iteration_workload, self.profile, self.scope)
-        work = self.iteration_workload  # the waits of the other micro-batches are among the seconds already
-        seconds += (work.forward_s + work.backward_s) * (self.question.micro_batches - 1)
+            seconds = seconds_of(
+                schedule(plan, self.iteration_workload, self.scope), self.iteration_workload, self.profile
+            )
+        seconds += self._micro_batch_s(plan) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds
         return max(seconds, *self.busy_s(plan).values())
+
+    def _micro_batch_s(self, plan: Plan) -> float:
+        """Seconds of each further micro-batch of a step, which no update follows."""
+        work = self.iteration_workload
+        if self.question.offload_parameters or self.question.micro_batches == 1:
+            return work.forward_s + work.backward_s
+        return seconds_of(schedule_micro_batch(plan, work), work, self.profile)
 
     def operations(self, plan: Plan) -> list[Task]:
         """The optimizer's copies and updates in a step, and one micro-batch's copies of saved tensors and weights."""
