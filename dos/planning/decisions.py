@@ -13,6 +13,7 @@ import torch
 from dos.calibration.measure import measure_minimum, name_of
 from dos.devices import Device
 from dos.machine.profiles import resolve_profile
+from dos.machine.terminal import tell
 from dos.machine.threads import set_kernel_threads
 from dos.planning.decide import Facts, decide
 from dos.planning.monitor import Budget, MemoryMonitor
@@ -25,6 +26,9 @@ from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 
 logger = logging.getLogger("dos.accelerator")
+
+TOLD_AT = 3
+"""The step about which one line is told: the first ones make state, and measure."""
 
 
 class Decisions:
@@ -65,6 +69,8 @@ class Decisions:
         self._profile = profile
         self._held, self._on_host, self._pooled, self._pinned = held, on_host, pooled, pinned
         self.ended: Report | None = None
+        self._learned = 0
+        """The number of steps that have ended."""
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """The workload and the profile for which the plan was made."""
@@ -111,7 +117,10 @@ class Decisions:
         if stepped.workload is None or stepped.issued is None:  # of the latter, backward has issued a part alone
             return
         # Before the profile is corrected: the report has the rates for which the plan was made.
-        self.ended = self._report(stepped, timeline, step.origin)
+        before, self.ended = self.ended, self._report(stepped, timeline, step.origin)
+        self._learned += 1
+        if self._learned == TOLD_AT and before is not None:
+            tell(self.ended.summary(step.origin - before.origin))
         if stepped.alone and self._adaptive is not None:
             self._adaptive.observe(step.schedule, stepped.workload, step.ran)
 

@@ -157,6 +157,20 @@ class Report:
             found |= {"activation_host_bytes": self.pool_bytes}
         return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
+    def summary(self, iteration_s: float) -> str:
+        """Return one line for people. iteration_s: seconds from the step before to this one."""
+        numel = self.workload.numel
+        on_device = sum(self.workload.subgroups[i].numel for i in self.plan.served(Placement.GPU_RESIDENT))
+        text = (
+            f"DOSAdam: {numel:,} parameters, {on_device / max(numel, 1):.0%} of their state on the device; "
+            f"{_ms(iteration_s)} an iteration, to which the optimizer adds {_ms(self.exposed_s or 0.0)}"
+        )
+        if self.predicted_s is not None:
+            text += f", predicted {_ms(self.predicted_s)}"
+        if self.bound is not None:
+            text += f", at least {_ms(self.bound.seconds)} under any plan"
+        return f"{text}; optimizer.explain() says why"
+
     def __str__(self) -> str:
         memory, bound, work = self.reading.memory, self.bound, self.workload
         lines = [

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 
 from dos.devices import Copy, Device, Job
 from dos.devices.pinned import excess, lost
 from dos.machine.host_memory import check_host_memory, left_of_share
+from dos.machine.terminal import Pinning
 from dos.state.arena import Arena, State, state_copies
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import Windows
 from perfmodel import Op
-
-logger = logging.getLogger(__name__)
-
-TELL_S = 5.0
-"""Seconds between two messages about memory that is being pinned."""
 
 
 class HostStore:
@@ -191,22 +185,15 @@ class HostStore:
             # For all parts first: two neighbours share a huge page only if both may have one when it is allocated.
             for tensor, first, last in missing:
                 tensor.allow_huge_pages(first, last)
-            began = told = time.perf_counter()
             done = 0
-            for tensor, first, last in missing:
-                if time.perf_counter() - told > TELL_S:
-                    told = time.perf_counter()
-                    logger.warning(
-                        "pinning host memory for optimizer state, once: %d of %d GiB, %s",
-                        done >> 30,
-                        total >> 30,
-                        f"{(told - began) * (total / done - 1):.0f} s left" if done else "begun",
-                    )
-                tensor.make(first, last, whole=self.limit is None)
-                done += (last - first) * tensor.tensor.itemsize
-                self._tensors.add(tensor)
-                if tensor.exposed:
-                    self._apart.add(tensor)
+            with Pinning(total) as pinning:
+                for tensor, first, last in missing:
+                    pinning.at(done)
+                    tensor.make(first, last, whole=self.limit is None)
+                    done += (last - first) * tensor.tensor.itemsize
+                    self._tensors.add(tensor)
+                    if tensor.exposed:
+                        self._apart.add(tensor)
             for tensor, first, last in reversed(missing):  # no copy uses these yet
                 if not excess():
                     break

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dos.devices import Device
 from dos.machine.host_memory import check_host_memory
+from dos.machine.terminal import Pinning
 from dos.parameters.registry import Registry
 from dos.parameters.watching import check_hooks
 from dos.sharding.fingerprint import look_at_bits
@@ -74,9 +75,12 @@ class WeightHomes:
         self._move_rest(model, {id(m.parameter) for each in members.values() for m in each})
         for key in self._frozen.keys() - {self._frozen_of(mine)[1] for mine in members.values()}:
             del self._frozen[key]  # the parameters have it until they move
-        blocks, there = {}, OnDevice()
-        for number, (module, mine) in enumerate(members.items()):
-            blocks[module] = self._make(number, mine, there, streams=number not in stays)
+        blocks, there, done = {}, OnDevice(), 0
+        with Pinning(sum(m.parameter.nbytes for mine in streams for m in mine)) as pinning:
+            for number, (module, mine) in enumerate(members.items()):
+                pinning.at(done)
+                blocks[module] = self._make(number, mine, there, streams=number not in stays)
+                done += sum(m.parameter.nbytes for m in mine) * (number not in stays)
         self.stream = WeightStream(self._device, model, blocks, there, watcher, lock)
         inside = {id(m.parameter) for mine in members.values() for m in mine}  # also those that were frozen since
         for record in self._registry.records.values():

@@ -67,6 +67,31 @@ def test_explain_says_all_and_metrics_are_plain_numbers_that_add_up() -> None:
     assert metrics["update_s"] > 0
 
 
+@pytest.mark.parametrize("attaches", [False, True])
+def test_the_third_step_is_told_in_one_line(attaches: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, _ = slow(memory_budget=STATE // 2)
+    if attaches:
+        optimizer.attach(model)
+    with caplog.at_level(logging.INFO, logger="dos.machine.terminal"):
+        train(model, optimizer, 2)
+        optimizer.synchronize()
+        assert not caplog.messages
+        train(model, optimizer, 4)
+        optimizer.synchronize()
+    [line] = caplog.messages
+    numel = sum(p.numel() for p in model.parameters())
+    found = re.fullmatch(
+        rf"DOSAdam: {numel:,} parameters, (\d+)% of their state on the device; ([\d.]+) ms an iteration, to which the "
+        r"optimizer adds ([\d.]+) ms, predicted ([\d.]+) ms, at least ([\d.]+) ms under any plan; .*",
+        line,
+    )
+    assert found, line
+    share, iteration, added, predicted, bound = map(float, found.groups())
+    assert 40 < share <= 50
+    assert 0 < added <= iteration
+    assert bound <= predicted + 0.1
+
+
 def test_policies_without_a_profile_predict_nothing() -> None:
     model, optimizer, _ = slow(policy="cpu")
     train(model, optimizer, 1)

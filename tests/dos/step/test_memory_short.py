@@ -135,15 +135,16 @@ def test_pinning_that_lasts_tells_how_far_it_is(
         device = Pinning()
         if patched:
             now = SimpleNamespace(perf_counter=lambda device=device: 2.0 * len(device.pinned))
-            monkeypatch.setattr("dos.state.host_store.time", now)
+            monkeypatch.setattr("dos.machine.terminal.time", now)
         parameter = nn.Parameter(torch.ones(4 * PAGE))
         optimizer = DOSAdam([parameter], policy="cpu", subgroup_size=PAGE, device=device)
         caplog.clear()
-        step(parameter, optimizer)
-        told = [r.message for r in caplog.records if r.name == "dos.state.host_store"]
+        with caplog.at_level("INFO", "dos.machine.terminal"):
+            step(parameter, optimizer)
+        told = [r.message for r in caplog.records if r.name == "dos.machine.terminal" and "pinning" in r.message]
         assert len(told) == lines
     ends = [message.partition("GiB, ")[2] for message in told]
-    assert told[0].startswith("pinning host memory for optimizer state, once: 0 of 0 GiB, ")
+    assert told[0].startswith("pinning host memory, once: 0 of 0 GiB, ")
     left = [float(end.removesuffix(" s left")) for end in ends]
     assert left == sorted(left, reverse=True)
     assert left[-1] < left[0]
