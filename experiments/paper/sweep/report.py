@@ -15,7 +15,7 @@ from typing import Any
 from experiments.command import markdown
 from experiments.paper.published import MEASURED_AS_BEST, Cases, Prediction, left_out, summary
 from experiments.paper.runs import PublishedRun, grouped, median_of
-from experiments.paper.sweep.compare import METRICS, Comparison, Results, Series, Table, compare, save_speedups, tick
+from experiments.paper.sweep.compare import Comparison, Results, Series, Table, compare, save_speedups, tick
 from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, Predictor
 from experiments.paper.sweep.spec import Configuration, Sweep
 from experiments.paper.zero3 import Mode
@@ -82,12 +82,11 @@ def report(found: Found, predictor: Predictor, cases: Cases) -> str:
 
 
 def _experiment(sweep: Sweep, results: Results, comparisons: Sequence[Comparison]) -> str:
-    """The section of a sweep: a chart and a table for each facet and metric."""
+    """The section of a sweep: a chart for each facet, of updates and of iterations."""
     parts = [f"### {sweep.title}\n\n{sweep.about}\n"]
     for number, comparison in enumerate(comparisons):
         title = f", {comparison.facet}" if comparison.facet else ""
         parts += [f"![{sweep.title}{title}]({PICTURES}/sweep_{sweep.name}{f'_{number}' if number else ''}.png)\n"]
-        parts += [f"{m.capitalize()}{title}:\n\n{markdown(comparison.table(m))}\n" for m in METRICS]
     missing = [(c, o.note) for c, o in results.items() if o.note]
     parts += [f"Missing: {_name(c)} with subgroups of {tick(c.subgroup_size)} {note}.\n" for c, note in missing]
     return "\n".join(parts)
