@@ -45,7 +45,7 @@ RUN_ELSEWHERE = {
     "experiments.memory --only": "none",
 }
 """`tests/experiments` has them measure. Here they show their options, for which they import all that they need."""
-REFUSED = {"experiments.decisions": "", "experiments.sweep --report": "results.md"}
+REFUSED = {"experiments.chart": "", "experiments.decisions": "", "experiments.sweep --report": "results.md"}
 """They draw what docs show, and say what to install for that."""
 
 
