@@ -43,7 +43,7 @@ from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_live
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.replaced_modules import find_gone, warn_of_successors
-from dos.parameters.watching import Watching, check_parts
+from dos.parameters.watching import Watching
 from dos.planning.decide import Facts
 from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
@@ -63,6 +63,7 @@ from dos.torch_internals.modes import backward_number, when_backward_ends, write
 from dos.torch_internals.module_parameters import parameters_of
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
+from dos.weights.parts import check_parts
 from dos.weights.stream import stream_of
 from perfmodel import Op, Plan
 
@@ -707,7 +708,7 @@ class Session:
             if leaf is known:
                 self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
             elif writes_gradient(known):
-                check_parts(parameter)
+                check_parts(parameter, known)
         guard = self.guard
         # Gradients are copied to memory from which the host may still update for the last step.
         if self.ledger.running:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dos.torch_internals.tensors import has_gradient_hooks, hook_again, hooks_after_accumulation, tensor_address
+from dos.torch_internals.tensors import hook_again, hooks_after_accumulation, tensor_address
 
 
 def hooks_of_others(leaf: Tensor) -> bool:
@@ -27,19 +27,6 @@ def check_hooks(parameter: Tensor) -> None:
             "register_post_accumulate_grad_hook(), which would find no p.grad: with weights= backward writes the "
             "gradient of a copy, which then moves to the host; use parameter.register_hook(), or "
             "optimizer.edit_gradients() before step()"
-        )
-
-
-def check_parts(parameter: Tensor) -> None:
-    """Raise RuntimeError if hooks of user code on the parameter's gradient have run on its parts, one by one.
-
-    Of a parameter of which one backward writes the gradient, and that of its copy.
-    """
-    if has_gradient_hooks(parameter):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of register_hook(), and the loss "
-            "uses it beside its block, so that the hook has run on each of two gradients and not on their sum; use "
-            "optimizer.edit_gradients() before step() instead, or attach the model without weights="
         )
 
 

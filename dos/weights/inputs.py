@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dos.parameters.watching import check_parts
 from dos.torch_internals.patches import replace_run_backward
+from dos.weights.parts import Graph, check_parts
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
@@ -41,7 +41,10 @@ def serve_inputs(copies_of: Callable[[Sequence[Tensor]], dict[int, Tensor]]) -> 
         found = run_backward(outputs, *rest, (*inputs, *copies.values()), True, accumulate_grad=accumulate_grad)
         if accumulate_grad:
             return found
-        of_copies = dict(zip(copies, found[len(inputs) :], strict=True))
+        of_copies, graph = dict(zip(copies, found[len(inputs) :], strict=True)), Graph(outputs)
+        for p, g in zip(inputs, found, strict=False):
+            if g is not None and of_copies.get(id(p)) is not None:
+                check_parts(p, copies[id(p)], graph)
         result = tuple(_sum(g, of_copies.get(id(p)), p) for p, g in zip(inputs, found, strict=False))
         if not allow_unreachable and any(each is None for each in result):
             raise RuntimeError(_UNUSED)
@@ -55,7 +58,4 @@ def _sum(gradient: Tensor | None, of_copy: Tensor | None, parameter: Any) -> Ten
     if of_copy is None:
         return gradient
     there = of_copy.to(parameter.device)
-    if gradient is None:
-        return there
-    check_parts(parameter)
-    return gradient + there
+    return there if gradient is None else gradient + there

@@ -119,3 +119,87 @@ def test_it_trains_as_adamw(way: Callable[[Any, int], None]) -> None:
     optimizer.synchronize()
     assert bits([model.first.weight]) != bits([Stack(Parts).first.weight])
     assert_close_ulp(model.parameters(), other.parameters(), 256)
+
+
+class Twice(Parts):
+    """Uses a weight twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.part(self.one(self.one(x)))
+
+
+def square(model: Any) -> Tensor:
+    return sum(1e-2 * block.one.weight.float().square().sum() for block in model.blocks)
+
+
+def elastic(model: Any) -> Tensor:
+    return sum(1e-2 * block.one.weight.float().abs().sum() for block in model.blocks) + square(model)
+
+
+def behind(penalty: Callable[[Any], Tensor], model: Any, step: int) -> Tensor:
+    return loss(model, step) + penalty(model)
+
+
+def before(penalty: Callable[[Any], Tensor], model: Any, step: int) -> Tensor:
+    return penalty(model) + loss(model, step)
+
+
+def around(penalty: Callable[[Any], Tensor], model: Any, step: int) -> Tensor:
+    return penalty(model) + loss(model, step) + penalty(model)
+
+
+SUMS: list[tuple[Callable[[], nn.Module], Callable[..., Tensor], Callable[[Any], Tensor], bool]] = [
+    (Parts, behind, elastic, True),
+    (Parts, before, elastic, False),
+    (Parts, around, square, False),
+    (Twice, behind, square, False),
+    (Twice, before, square, True),
+    (Twice, before, elastic, False),
+]
+
+
+def by_backward(model: Any, result: Tensor) -> None:
+    result.backward()
+
+
+def by_grad(model: Any, result: Tensor) -> None:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, gradient in zip(parameters, torch.autograd.grad(result, parameters, allow_unused=True), strict=True):
+        p.grad = gradient
+
+
+@pytest.mark.parametrize("way", [by_backward, by_grad])
+@pytest.mark.parametrize(("kind", "place", "penalty", "works"), SUMS)
+def test_sums_of_three_gradients_have_the_order_of_autograd_or_are_refused(
+    kind: Callable[[], nn.Module],
+    place: Callable[..., Tensor],
+    penalty: Callable[[Any], Tensor],
+    works: bool,
+    way: Callable[[Any, Tensor], None],
+) -> None:
+    """The message names the weight and the way, which works."""
+    ends = []
+    for weights in (None, 0, 2, 1.0):
+        model = Stack(kind)
+        optimizer = start(model, weights)
+        refused = weights is not None and not works
+        for step in range(2):
+            if refused:
+                with pytest.raises(RuntimeError, match=r"uses blocks.\d.one.weight, of shape \(16, 16\), beside its"):
+                    way(model, place(penalty, model, step))
+                optimizer.zero_grad()
+            if works:
+                way(model, place(penalty, model, step))
+            else:
+                loss(model, step).backward()
+                penalty(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(everything(model, optimizer))
+    assert ends[1:] == ends[:1] * 3
+
+
+def test_three_gradients_would_have_other_bits() -> None:
+    """Where they are refused."""
+    x = [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    assert not torch.equal((x[0] + x[1]) + x[2], x[0] + (x[1] + x[2]))
