@@ -174,6 +174,8 @@ class Attachment:
         if watcher is not None and not watcher.reads_in_backward(found):
             self.finish(found)
 
+    before_reading_all = before_reading
+
     def detach(self) -> None:
         """Remove all hooks."""
         self.end_waiting()

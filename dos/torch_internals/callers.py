@@ -7,6 +7,7 @@ itself to a `step` with an argument `grad_scaler`, and warns that it will stop d
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from traceback import walk_stack
 from typing import NamedTuple
 
@@ -56,9 +57,13 @@ def calling_scaler() -> ScalerStep | None:
 
 def runs_within_itself(module: nn.Module) -> bool:
     """Return whether a call of the module runs in this thread within another one, as in the handler of a signal."""
+    return sum(each is module for each in running_modules()) > 1
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Return the modules whose calls run in this thread, from the innermost one."""
     call = nn.Module.__call__.__code__
-    calls = (f for f, _ in walk_stack(sys._getframe()) if f.f_code is call and f.f_locals.get("self") is module)
-    return sum(1 for _ in calls) > 1
+    return (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is call)
 
 
 def makes_state() -> bool:

@@ -5,13 +5,16 @@ A node's number has no public name. `torch.autograd.graph.Node` has the rest.
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch._C import _functions  # type: ignore[attr-defined]
 from torch.autograd.graph import get_gradient_edge
+
+_AccumulateGrad: Any = operator.attrgetter("_functions.AccumulateGrad")(torch._C)
 
 
 def uses_of_leaves(outputs: Sequence[Any]) -> dict[int, list[int]]:
@@ -27,8 +30,9 @@ def uses_of_leaves(outputs: Sequence[Any]) -> dict[int, list[int]]:
     seen = set(waiting)
     while waiting:
         node: Any = waiting.pop()
+        following: Any
         for following, _ in node.next_functions:
-            if isinstance(following, _functions.AccumulateGrad):
+            if isinstance(following, _AccumulateGrad):
                 found[id(following.variable)].append(node._sequence_nr())
             elif following is not None and following not in seen:
                 seen.add(following)

@@ -23,6 +23,9 @@ class Watcher(Protocol):
     def before_reading(self, parameters: Iterable[Any]) -> None:
         """Wait until these may be read and written. Entries may be None."""
 
+    def before_reading_all(self, parameters: Iterable[Any]) -> None:
+        """Do the same where all are listed, as for a state dict, which few modules do in their forward."""
+
 
 class _WaitingParameters(dict[str, Any]):
     """A module's parameters by name, in the place of its own dict while watchers wait. A copy is a plain dict.
@@ -59,11 +62,15 @@ class _WaitingParameters(dict[str, Any]):
 def _wrapped(name: str, *, reads: bool, writes: bool) -> Callable[..., Any]:
     """Return the method of `dict` of this name for `_WaitingParameters`."""
     method = getattr(dict, name)
+    lists = name in ("items", "values")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if reads:
             for watcher in tuple(self.watchers):
-                watcher.before_reading(dict.values(self))
+                if lists:
+                    watcher.before_reading_all(dict.values(self))
+                else:
+                    watcher.before_reading(dict.values(self))
         if writes:
             self._changed = True
         return method(self, *args, **kwargs)

@@ -37,6 +37,7 @@ class Block:
     number: its place among the blocks. nbytes: the size of its weights in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies.
     filled: whether the copies have values, or a transfer writes them. running: the number of its forwards that run.
+    thread: the thread in which the last of them has begun.
     lost: whether this process is a forked child that lacks memory of its homes.
     touched: whether the backward that runs has used it. due: how many of the forwards that it has recomputed it has yet
         to pass. lent: whether the modules have the copies although the block does not run.
@@ -54,7 +55,7 @@ class Block:
         self.members = members
         self.streams = True
         self.filled = self.touched = self.lent = self.detached = self.lost = False
-        self.running = self.due = 0
+        self.running = self.due = self.thread = 0
         self.mark = object()
         self.arenas: Collection[Arena] = ()
         self._device = device

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from dos.devices.pinned import lost
 from dos.guard import hook, outer_hook, renewed
 from dos.parameters.hooks import module_hook
 from dos.parameters.watching import check_hooks, latest_watcher
-from dos.torch_internals.callers import runs_within_itself
+from dos.torch_internals.callers import running_modules, runs_within_itself
 from dos.torch_internals.modes import (
     backward_number,
     check_saved_tensors_hooks,
@@ -41,6 +42,7 @@ from dos.weights.block import Block, OnDevice
 from dos.weights.inputs import serve_inputs
 from dos.weights.interrupted import after_interruptions
 from dos.weights.lost import SAID, Lost
+from dos.weights.parts import know_model
 from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
@@ -96,8 +98,8 @@ class WeightStream:
         self._last_run: Block | None = None
         self._late: Block | None = None
         """The block that ran when a block after it still had to be updated on the host."""
-        self._order = list(self.blocks)
-        """The blocks in the order in which the last forward has used them."""
+        self._order: dict[Block, None] = dict.fromkeys(self.blocks)
+        """The blocks in the order in which the forward that runs has used them first."""
         self._first, self._last = self._ends()
         """The first and the last window: the blocks that stream and are used first, and last."""
         self._forwards = 0
@@ -130,6 +132,7 @@ class WeightStream:
                 wait_before_reading(each, reading)  # for good: copies are released before user code writes
         refuse_to_move(model, _refuse_to_move)
         _of_model[model] = self
+        know_model(model)
         serve_inputs(_copies_of)
         after_interruptions(_forget_interrupted)
         renewed.add(self)
@@ -220,18 +223,22 @@ class WeightStream:
         self._refuse_compiled()
         if self._forwards and not runs_within_itself(model):
             self._forwards = 0  # Ctrl-C has ended the last forward, and torch calls no hook then
-            self._set_homes()
-        # Copies that an interrupted forward or backward has left would be stale after the next step.
         if not self._forwards:
-            self._end_backwards()
-            for block in self.blocks:
-                # After an evaluation user code may put weights back, through references that it has kept and `.data`.
-                if block not in self._first or block.stale or self._evaluated:
-                    self._release(block)
-            self._order = []
+            self._set_homes()
+            self._begin_order()
         self._forwards += 1
         self._graphs += torch.is_grad_enabled()
         self._last_run = None
+
+    def _begin_order(self) -> None:
+        """Begin to note the order in which blocks are used."""
+        # Copies that an interrupted forward or backward has left would be stale after the next step.
+        self._end_backwards()
+        for block in self.blocks:
+            # After an evaluation user code may put weights back, through references that it has kept and `.data`.
+            if block not in self._first or block.stale or self._evaluated:
+                self._release_within(block)
+        self._order, self._last_run = {}, None
 
     @hook
     def _end(self, _: nn.Module) -> None:
@@ -243,6 +250,7 @@ class WeightStream:
             self._last_run = None
             return
         self._first, self._last = self._ends()
+        self._order, self._last_run = {}, None
         self._evaluated = True
         self._set_homes()
         for block in self.blocks:
@@ -258,7 +266,7 @@ class WeightStream:
             )
 
     def _ends(self) -> tuple[frozenset[Block], frozenset[Block]]:
-        used = [block for block in dict.fromkeys(self._order) if block.streams]
+        used = [block for block in self._order if block.streams]
         return frozenset(used[:WEIGHT_WINDOW]), frozenset(used[-WEIGHT_WINDOW:])
 
     @hook
@@ -267,6 +275,8 @@ class WeightStream:
         block = self._of[module]
         if block.lent:
             block.use_homes()
+        if not (self._forwards or block.running or in_backward()):
+            self._begin_alone(block)
         if not block.running:
             check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
             if not in_backward():
@@ -285,15 +295,30 @@ class WeightStream:
             if self._last_run is not None and self._last_run is not block:
                 self._next[self._last_run], self._before_that[block] = block, self._last_run
             self._last_run = block
-            self._order.append(block)
+            self._order[block] = None
         self._finish(block)
         # Read here and not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1
+        block.thread = threading.get_ident()
         block.use_copies()
         if torch.is_grad_enabled():
             watched = self._watch_inputs(block, (args, kwargs))
             block.due += watched and in_backward()
+
+    def _begin_alone(self, block: Block) -> None:
+        """Begin a block that user code runs without the model's forward, as another method of the model does.
+
+        No hook tells where that method begins: it is taken to begin with a block that has run before.
+        """
+        if block in self._order and block is not self._last_run:
+            for each in self.blocks:
+                if self.is_interrupted(each):
+                    self._end_forwards(each)
+            self._begin_order()
+        elif block.stale:
+            self._release_within(block)
+        self._evaluated = True  # no hook tells that the method ends, either
 
     def _check_optimizer(self, module: nn.Module, block: Block) -> None:
         """Raise RuntimeError if a block is trained whose gradients the optimizer of another attach() would get."""
@@ -432,8 +457,6 @@ class WeightStream:
         made = [t for t in found if not t.is_leaf]
         # Where a block runs twice in a row, the gradient of what is between is not the end of its use.
         watched = [t for t in made if t.grad_fn is None or _metadata(t.grad_fn).get(_MADE_BY) is not block.mark]
-        if not made:
-            watched = [t for t in found if not isinstance(t, nn.Parameter)][:1]
 
         def passed(*_: Tensor) -> None:
             self._passed(block)
@@ -442,9 +465,14 @@ class WeightStream:
             # A leaf, as the input of a reentrant checkpoint, has its gradient as soon as all nodes that read it have
             # run, which need not be all nodes of the block: others compute gradients of weights.
             when_backward_ends(passed)
+            handle.remove()  # user code may keep the leaf, which would get another hook in each iteration
 
         for tensor in watched:
-            tensor.register_hook(passed if made else ends)
+            tensor.register_hook(passed)
+        # Elsewhere the end of the whole backward releases the block.
+        if found and not made and in_backward():
+            watched = found[:1]
+            handle = watched[0].register_hook(ends)
         return bool(watched)
 
     @hook
@@ -468,10 +496,12 @@ class WeightStream:
             block.end_backward()
 
     def _end_backwards(self) -> None:
-        """Forget backwards that have raised, of which no callback tells that they have ended."""
+        """Release what backwards that have raised have left: no callback tells that they have ended."""
         self._backwards.clear()
         for block in self.blocks:
-            block.end_backward()
+            if block.touched:
+                block.end_backward()
+                self._release_within(block)
 
     @hook
     def _forget_backwards(self) -> None:
@@ -506,8 +536,7 @@ class WeightStream:
         except torch.OutOfMemoryError:
             # First blocks that were fetched ahead, which can be fetched again; then state.
             for other in self.blocks:
-                if other is not block and not other.running and not other.touched:
-                    self._release(other)
+                self._release_within(other)
             watcher = self._watcher()
             if watcher is not None:
                 watcher.give_way(block.nbytes)
@@ -560,8 +589,23 @@ class WeightStream:
         """Set the homes in blocks whose forward was not ended."""
         for block in self.blocks:
             if block.running:
-                block.use_homes()
-                block.running = 0
+                self._end_forwards(block)
+
+    def _end_forwards(self, block: Block) -> None:
+        block.use_homes()
+        block.running = 0
+
+    @hook
+    def end_forwards(self, block: Block) -> None:
+        """Set the homes in a block whose forward was not ended, and release it."""
+        self._end_forwards(block)
+        self._release_within(block)
+
+    def is_interrupted(self, block: Block) -> bool:
+        """Return whether Ctrl-C in this thread has ended the block's forward, for which torch calls no hook."""
+        if not block.running or block.thread != threading.get_ident() or in_backward():
+            return False
+        return all(self._of.get(module) is not block for module in running_modules())
 
     def release_homes(self, blocks: Sequence[Block]) -> None:
         """Let user code write to the homes of these: wait until no transfer reads them, and release fetched copies."""
@@ -619,6 +663,13 @@ class _Reading:
 
     def __init__(self, stream: WeightStream, parameters: Sequence[Tensor], block: Block | None) -> None:
         self._stream, self._parameters, self._block = weakref.ref(stream), parameters, block
+
+    def before_reading_all(self, parameters: Iterable[Tensor | None]) -> None:
+        stream, block = self._stream(), self._block
+        # As where user code handles Ctrl-C: what it writes to copies is lost.
+        if stream is not None and block is not None and stream.is_interrupted(block):
+            stream.end_forwards(block)
+        self.before_reading(parameters)
 
     def before_reading(self, _: Iterable[Tensor | None]) -> None:
         stream, block = self._stream(), self._block

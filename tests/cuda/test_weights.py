@@ -24,7 +24,7 @@ from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import InTurn
 from tests.support.scales import StoppedError, stop
 from tests.support.training import bits
-from tests.support.ways import WAYS, Recurrent, Stack, compiled
+from tests.support.ways import WAYS, Parts, Recurrent, Stack, compiled
 
 pytestmark = NEEDS_GPU
 
@@ -335,6 +335,55 @@ def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any)
         for step in range(2):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
             model(x.to(DEVICE)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if again is not None:
+                optimizer.attach(model, weights=again)
+        optimizer.synchronize()
+        return bits(on_host(model.parameters()))
+
+    assert end(1, again=0) == end("auto", again=1.0) == end(None)
+
+
+def alone(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def with_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    """On all weights. Autograd computes gradients of homes in another thread than those of copies."""
+    return alone(model, x) + 1e-2 * sum(p.square().sum().to(DEVICE) for p in model.parameters())
+
+
+def by_functional_call(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
+
+
+def backward(result: Tensor, parameters: list[Tensor]) -> None:
+    result.backward()
+
+
+def backward_of_inputs(result: Tensor, parameters: list[Tensor]) -> None:
+    result.backward(inputs=parameters)
+
+
+def gradients(result: Tensor, parameters: list[Tensor]) -> None:
+    for p, gradient in zip(parameters, torch.autograd.grad(result, parameters), strict=True):
+        p.grad = gradient
+
+
+@pytest.mark.parametrize("way", [backward, backward_of_inputs, gradients])
+@pytest.mark.parametrize("loss", [alone, with_a_penalty, by_functional_call])
+def test_gradients_are_asked_for_in_any_way(
+    loss: Callable[[nn.Module, Tensor], Tensor], way: Callable[[Tensor, list[Tensor]], None]
+) -> None:
+    def end(weights: Any, again: Any = None) -> list[bytes]:
+        model = Stack(Parts) if weights is not None else Stack(Parts).to(DEVICE)
+        optimizer = DOSAdam(model.parameters(), lr=1e-2, device=DEVICE, offload_gradients=True, subgroup_size=400)
+        optimizer.attach(model, weights=weights)
+        for step in range(3):
+            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+            late(Op.GRADIENT, 0.01)
+            way(loss(model, x.to(DEVICE)), list(model.parameters()))
             optimizer.step()
             optimizer.zero_grad()
             if again is not None:

@@ -89,18 +89,22 @@ class HomesTouched(TorchDispatchMode):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.found: list[Any] = []
-        self._inside = False
+        self._inside = 0
         self._homes = {storage_address(p.untyped_storage()) for block in model.blocks for p in block.parameters()}
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_: setattr(self, "_inside", True))
-            block.register_forward_hook(lambda *_: setattr(self, "_inside", False))
+            block.register_forward_pre_hook(lambda *_: self._enter(1))
+            block.register_forward_hook(lambda *_: self._enter(-1))
+
+    def _enter(self, change: int) -> None:
+        self._inside += change
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
         """Of blocks alone, and of what is between them."""
-        self._inside = True
+        self._inside = 1
         with self:
             yield
+        self._inside = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

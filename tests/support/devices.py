@@ -201,6 +201,30 @@ class FaultyDevice(EmulatedDevice):
         return super().fence(callers)
 
 
+class Watched(EmulatedDevice):
+    """Notes how many blocks have memory at a time, and how much all do."""
+
+    def __init__(self, capacity: int = 10**8) -> None:
+        super().__init__(FAST, capacity)
+        self.filled: set[int] = set()
+        self.most = 0
+        self.fetched: list[int] = []
+
+    def refill(self, buffer: Tensor) -> None:
+        super().refill(buffer)
+        self.filled.add(id(buffer))
+        self.most = max(self.most, len(self.filled))
+
+    def empty(self, buffer: Tensor) -> None:
+        super().empty(buffer)
+        self.filled.discard(id(buffer))
+
+    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        if op is Op.WEIGHTS:
+            self.fetched.append(subgroup)
+        return super().copy(op, subgroup, copies, after)
+
+
 class Asked(NamedTuple):
     """A copy that a device is asked for, of so many pieces of memory."""
 

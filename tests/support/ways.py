@@ -149,6 +149,14 @@ class Slope(Parts):
         return y + self.part(slope.detach())
 
 
+class Within(Parts):
+    """Runs once more within itself."""
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        y = torch.tanh(self.one(x))
+        return x + self.part(self(y, again=False) if again else y)
+
+
 def compiled() -> nn.Module:
     block = Parts()
     block.compile(backend="eager")
@@ -190,6 +198,7 @@ WAYS: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
     (Wraps, unhooked),
     (WrapsInSlots, whole),
     (Slope, whole),
+    *((Within, run) for run in RUNS),
     (compiled, whole),
     (compiled, RUNS[2]),
     (Parts, by_functional_call),

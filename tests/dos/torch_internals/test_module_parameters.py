@@ -29,11 +29,29 @@ CHANGED = "torch has changed how modules keep or move their parameters"
 class Asked:
     """Counts how often it was asked to wait."""
 
-    times = 0
+    times = lists = 0
 
     def before_reading(self, parameters: Iterable[Any]) -> None:
         assert [p.shape[0] for p in parameters if p is not None]
         self.times += 1
+
+    def before_reading_all(self, parameters: Iterable[Any]) -> None:
+        self.lists += 1
+        self.before_reading(parameters)
+
+
+def test_lists_of_parameters_are_told_from_one() -> None:
+    module, asked = nn.Linear(2, 2), Asked()
+    wait_before_reading(module, asked)
+    saved = module.state_dict()
+    for read in (module.state_dict, lambda: list(module.parameters()), lambda: module.load_state_dict(saved)):
+        before = asked.lists
+        read()
+        assert asked.lists > before, CHANGED
+    before = asked.lists
+    assert module.weight is module.weight
+    module(torch.ones(2))
+    assert asked.lists == before
 
 
 def test_all_ways_to_a_parameter_are_seen() -> None:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices import Copy, Job
+from dos.devices import Job
 from dos.weights.block import Block
 from dos.weights.stream import WeightStream
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
-from tests.support.devices import FaultyDevice
+from tests.support.devices import FaultyDevice, Watched
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import FAST, bits, everything
 
@@ -140,30 +140,6 @@ def test_parameters_that_are_unfrozen_later_are_refused() -> None:
     before = model.blocks[2].out.weight.detach().clone()
     train(model, optimizer, 1)
     assert not torch.equal(model.blocks[2].out.weight, before)
-
-
-class Watched(EmulatedDevice):
-    """Notes how many blocks have memory at a time, and how much all do."""
-
-    def __init__(self, capacity: int = 10**8) -> None:
-        super().__init__(FAST, capacity)
-        self.filled: set[int] = set()
-        self.most = 0
-        self.fetched: list[int] = []
-
-    def refill(self, buffer: Tensor) -> None:
-        super().refill(buffer)
-        self.filled.add(id(buffer))
-        self.most = max(self.most, len(self.filled))
-
-    def empty(self, buffer: Tensor) -> None:
-        super().empty(buffer)
-        self.filled.discard(id(buffer))
-
-    def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
-        if op is Op.WEIGHTS:
-            self.fetched.append(subgroup)
-        return super().copy(op, subgroup, copies, after)
 
 
 def test_two_blocks_are_on_the_device_at_a_time_and_the_next_one_comes_while_one_computes() -> None:
@@ -372,6 +348,55 @@ def test_a_forward_that_goes_on_after_ctrl_c_in_a_block_ends_with_homes() -> Non
         train(model, optimizer, 1)
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
+
+
+def load_half(model: nn.Module) -> None:
+    model.load_state_dict({name: 0.5 * t for name, t in model.state_dict().items()})
+
+
+@torch.no_grad()
+def clamp(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("handle", [load_half, clamp])
+@pytest.mark.parametrize("weights", [0, 3])
+def test_user_code_that_handles_ctrl_c_in_a_block_finds_homes(
+    weights: int, handle: Callable[[nn.Module], None]
+) -> None:
+    """What it writes is not lost with copies, as where it goes back to a checkpoint."""
+    ends = []
+    for each in (weights, None):
+        model = net()
+        optimizer = start(model, each)
+        train(model, optimizer, 1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        for method in (model, lambda x, model=model: model.blocks[2](model.blocks[1](x[:, :16]))):
+            hook = model.blocks[2].out.register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                method(inputs(0, model))
+            hook.remove()
+            handle(model)
+            assert {id(p) for p in model.parameters()} == {id(p) for p in optimizer.param_groups[0]["params"]}
+            train(model, optimizer, 1, first=1)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+
+
+def test_a_block_that_lists_its_parameters_while_it_runs_has_copies() -> None:
+    model, found = net(), list[bool]()
+    optimizer = start(model, 0)
+    homes = {id(p) for p in model.parameters()}
+    model.blocks[2].out.register_forward_hook(
+        lambda *_: found.append(homes.isdisjoint(map(id, model.blocks[2].parameters())))
+    )
+    loss(model, 0).backward()
+    optimizer.step()
+    assert found == [True]
 
 
 def test_frozen_blocks_are_freed_as_others_are() -> None:

@@ -37,7 +37,6 @@ def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.M
                 found = loss(model, step)
             with touched.backward():
                 found.backward()
-            touched._inside = False
             optimizer.step()
             optimizer.zero_grad()
             if again is not None:
