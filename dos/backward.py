@@ -53,7 +53,7 @@ class Backward:
 
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
     weights: of the model's blocks, if they stream. now: the iteration that runs.
-    attached: whether updates run on into a model's forward.
+    attached: whether updates run on into a model's forward. updates: whether they begin in backward.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
@@ -65,7 +65,7 @@ class Backward:
         self, device: Device, registry: Registry, ledger: Ledger, policy: Policy, options: Options, guard: Guard
     ) -> None:
         self.device = device
-        self.attached = self.replays = False
+        self.attached = self.updates = self.replays = False
         self.weights: WeightHomes | None = None
         self._streams: list[WeightStream] = []
         streams = self._streams  # a local, because the monitor's lambda must not refer to `self`: a cycle
@@ -109,7 +109,11 @@ class Backward:
         # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
         late = self.now.travels or bool(reduced_parameters())
-        if self.weights is None and (late or (pace.backward.known and not self._registry.offloaded.enabled)):
+        if (
+            self.weights is None
+            and not self.updates
+            and (late or (pace.backward.known and not self._registry.offloaded.enabled))
+        ):
             backward_s = pace.backward.seconds
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes
@@ -122,6 +126,7 @@ class Backward:
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
             passing_bytes=beside,
+            in_backward=self.updates,
             **weights,
             **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
             **self.activations.recorded(memory.room, memory.forecast.ran_out_again),

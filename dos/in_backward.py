@@ -120,32 +120,35 @@ class Run:
     """One backward that user code has begun, with those that it runs within itself, as reentrant checkpointing does.
 
     double: whether it makes a graph of its own. updates: whether it is a step; False within `no_update()`.
-    began: whether it has written a gradient of the attached model. issued: whether it has updated anything.
-    alone: whether no other thread ran a backward meanwhile.
-    times: how often it has written each gradient. read: that number when the parameter was read last in it.
+    checked: whether its gradients can be used. began: whether it has written a gradient of the attached model.
+    issued: whether it has updated anything. alone: whether no other thread ran a backward meanwhile.
+    times: how often it has written each gradient. read: that number when the parameter was read last in it. Both by the
+        id of the parameter.
     """
 
     double: bool
     updates: bool = False
+    checked: bool = False
     began: bool = False
     issued: bool = False
     alone: bool = True
-    times: dict[Tensor, int] = field(default_factory=dict)
-    read: dict[Tensor, int] = field(default_factory=dict)
+    times: dict[int, int] = field(default_factory=dict)
+    read: dict[int, int] = field(default_factory=dict)
 
 
 class Learned(NamedTuple):
     """The findings of the last backward that was a step.
 
     times: how often it has written each gradient: the last time it is final. late: the parameters that a module has
-        read after that, which wait for `step()`.
+        read after that, which wait for `step()`. Both by id: of another parameter with this id a use too many raises.
     """
 
-    times: Mapping[Tensor, int]
-    late: frozenset[Tensor]
+    times: Mapping[int, int]
+    late: frozenset[int]
 
 
 _NOTHING = Learned({}, frozenset())
+_OF_NO_GROUP: tuple[Group | None, frozenset[str]] = None, frozenset()
 
 
 class InBackward:
@@ -160,7 +163,8 @@ class InBackward:
     members: the ids of the attached model's parameters; no others are updated in backward.
     held: how many `no_update()` surround the caller.
     unended: whether a backward that is a step has ended, and `step()` was not called since.
-    complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were.
+    complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
+        these updates wait for others, see `Parts`; nothing may happen any more that would have to come before them.
     """
 
     def __init__(
@@ -190,8 +194,11 @@ class InBackward:
         self._awaited: dict[Subgroup, int] = {}
         self._left: dict[ParameterRecord, int] = {}
         self._callers: dict[Subgroup, set[Caller]] = {}
-        self._groups: dict[int, Group] = {}
-        self.complete, self.issued, self._parts = [], set(), None
+        self._groups: dict[int, tuple[Group | None, frozenset[str]]] = {}
+        self._setting: tuple[Group | None, float, int] = None, 0.0, 0
+        self._updated: set[ParameterRecord | None] = set()
+        """The records of which any piece is in `issued`."""
+        self.complete, self.issued, self._parts, self._ledger.held = [], set(), None, None
 
     # Which backward is a step.
 
@@ -201,6 +208,12 @@ class InBackward:
         for other in self._runs:
             other.alone = False
         self._runs.append(run)
+
+    def issue_rest(self) -> None:
+        """Issue the updates that wait for others."""
+        if self._parts is not None:
+            with self._guard.change():
+                self._parts.issue_rest()
 
     def end(self, run: Run, parameters: Iterable[Tensor]) -> None:
         """End a backward. parameters: of the optimizer. Its gradients that wait for `step()` leave `p.grad`."""
@@ -248,18 +261,12 @@ class InBackward:
             self.check_whole()
             return False
         for p in parameters:
-            if self._is_updated(self._registry.record(p)):
+            if self._registry.record(p) in self._updated:
                 raise RuntimeError(_READ.format(tuple(p.shape)))
             for run in self._runs:
-                if p in run.times:
-                    run.read[p] = run.times[p]
+                if id(p) in run.times:
+                    run.read[id(p)] = run.times[id(p)]
         return True
-
-    def _is_updated(self, record: ParameterRecord | None) -> bool:
-        """Return whether backward has updated any of a parameter."""
-        if record is None or not self.issued:
-            return False
-        return any(piece in self.issued for _, piece in self._registry.places[record])
 
     def check_whole(self) -> None:
         """Raise RuntimeError if some parameters are updated and others are not."""
@@ -268,27 +275,41 @@ class InBackward:
 
     # Gradients.
 
-    def check(self, leaf: Tensor, on_device: Backward | None) -> None:
-        """Raise RuntimeError for a gradient that cannot be used in backward, before anything has changed."""
-        shape, run = tuple(leaf.shape), self.run
-        problem = None
-        if on_device is not None and on_device.device.capturing():
-            problem = _CAPTURED
-        elif self.unended:
-            problem = UNENDED
-        elif run is not None and run.updates and run.double:
-            problem = _DOUBLE
-        elif hooks_of_others(leaf):
-            problem = _HOOK.format(shape)
-        elif leaf.grad is not None and leaf.grad.layout is not torch.strided:
-            problem = _SPARSE.format(shape)
-        elif id(leaf) in reduced_parameters():
-            problem = _RANKS.format("DistributedDataParallel")
-        elif several_ranks():
-            problem = _RANKS.format("a job of several ranks")
+    def check(self, leaf: Tensor, on_device: Backward | None, parameters: Iterable[Tensor]) -> None:
+        """Raise RuntimeError for a backward that cannot be used, at its first gradient, before anything has changed.
+
+        leaf: whose gradient it is. parameters: of the optimizer.
+        """
+        run = self.run
+        problem = self._problem(leaf, run, on_device, parameters)
         if problem is not None:
             leaf.grad = None
             raise RuntimeError(problem)
+        if run is not None:
+            run.checked = True
+
+    def refuse_sparse(self, leaf: Tensor) -> None:
+        """Raise RuntimeError for a sparse gradient, which is dropped."""
+        leaf.grad = None
+        raise RuntimeError(_SPARSE.format(tuple(leaf.shape)))
+
+    def _problem(
+        self, leaf: Tensor, run: Run | None, on_device: Backward | None, parameters: Iterable[Tensor]
+    ) -> str | None:
+        """Return the reason for which no gradient of the backward that runs can be used; None: all can."""
+        if on_device is not None and on_device.device.capturing():
+            return _CAPTURED
+        if self.unended:
+            return UNENDED
+        if run is not None and run.updates and run.double:
+            return _DOUBLE
+        if not self.members.isdisjoint(reduced_parameters()):
+            return _RANKS.format("DistributedDataParallel")
+        if several_ranks():
+            return _RANKS.format("a job of several ranks")
+        among = (leaf,) if run is None else parameters
+        hooked = next((p for p in among if id(p) in self.members and hooks_of_others(p)), None)
+        return None if hooked is None else _HOOK.format(tuple(hooked.shape))
 
     def remember_settings(self, groups: Sequence[Group]) -> None:
         """Note the settings with which this backward updates. Raises ValueError if one cannot be used."""
@@ -301,10 +322,12 @@ class InBackward:
         registry, times = self._registry, self._learned.times
         self._opened, self._parts = True, parts
         self._given = [None] * registry.numbered
-        self._groups = {id(p): group for group in groups for p in group["params"]}
+        extra = [frozenset(self._rule.extra(group)) for group in groups]
+        self._groups = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}
         for subgroups in (registry.on_host, registry.accelerated):
             for subgroup in subgroups:
-                self._awaited[subgroup] = sum(piece.record.parameter in times for piece in subgroup.pieces)
+                self._awaited[subgroup] = sum(id(piece.record.parameter) in times for piece in subgroup.pieces)
+                self._callers[subgroup] = set()
 
     @property
     def plan(self) -> Plan | None:
@@ -316,25 +339,24 @@ class InBackward:
         """Whether a backward has shown which gradients come."""
         return bool(self._learned.times)
 
-    def ready(self, parameter: Tensor) -> None:
+    def ready(self, run: Run, parameter: Tensor) -> None:
         """Use a gradient that backward has written: update the subgroups that waited for it alone.
 
         Raises RuntimeError if the parameter was updated already.
         """
-        run, record = self.run, self._registry.record(parameter)
-        if run is None:
-            return
-        times = run.times[parameter] = run.times.get(parameter, 0) + 1
-        if self._is_updated(record):
+        key = id(parameter)
+        record, times = self._registry.records.get(key), run.times.get(key, 0) + 1
+        run.times[key] = times
+        if record in self._updated:
             raise RuntimeError(_AGAIN.format(tuple(parameter.shape), times - 1))
         if record is None or not (self._opened and run.alone and run.updates):
             return
-        if times != self._learned.times.get(parameter) or parameter in self._learned.late:
+        if times != self._learned.times.get(key) or key in self._learned.late:
             return
-        places = self._registry.places[record]
-        given = self._input(record)
+        given = self._input(record, key)
         if given is None:
             return
+        places = self._registry.places[record]
         self._left[record] = len(places)
         if not places:
             self._completed(record)
@@ -343,57 +365,68 @@ class InBackward:
         for subgroup, _ in places:
             self._awaited[subgroup] -= 1
             # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
-            self._callers.setdefault(subgroup, set()).add(caller)
+            self._callers[subgroup].add(caller)
             if not self._awaited[subgroup]:
                 self._update(run, subgroup)
 
-    def _input(self, record: ParameterRecord) -> Input | None:
-        """Return the gradient as an update takes it; None if `step()` has to look at it, or at the parameter."""
-        group, gradient = self._groups.get(id(record.parameter)), record.gradient
+    def _input(self, record: ParameterRecord, key: int) -> Input | None:
+        """Return the gradient as an update takes it; None if `step()` has to look at it, or at the parameter.
+
+        key: the id of the parameter.
+        """
+        group, extra = self._groups.get(key, _OF_NO_GROUP)
+        gradient = record.gradient
         if group is None or gradient is None:
             return None
         if record.numel and not record.settled(gradient):
             return None
-        if record.stand_in or record.written_late or record.fresh or record.replaced:
+        if record.stand_in or record.written_late or record.fresh:
             return None
-        extra, reconciler = self._rule.extra(group), self._reconciler
-        if extra and not extra.keys() <= record.arena.format.names:
+        if extra and not extra <= record.arena.format.names:
             return None
+        reconciler = self._reconciler
         if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
             return None
-        setting = self._known.setdefault((id(group), record.count), len(self._settings))
-        if setting == len(self._settings):
-            self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
+        before, count, setting = self._setting
+        if group is not before or count != record.count:  # most often all parameters have the same
+            setting = self._known.setdefault((id(group), record.count), len(self._settings))
+            self._setting = group, record.count, setting
+            if setting == len(self._settings):
+                self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
         return Input(gradient, gradient.data_ptr(), setting, False)
 
+    @torch.no_grad()
     def _update(self, run: Run, subgroup: Subgroup) -> None:
         """Update a subgroup, if it has memory for that; else `step()` does."""
-        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False)
         parts, tier = self._parts, None
         if subgroup.arena.accelerated:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
+        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False)
         with self._guard.change():
             run.issued = True
+            records = [piece.record for piece in update.pieces]
             if parts is not None and tier is not None:
-                parts.issue(update, tier, self._callers.pop(subgroup))
-                records = [piece.record for piece in update.pieces]
-                self._ledger.pending |= dict.fromkeys(records, frozenset())
-                # At once: a graph of before this backward, or one that is kept, would compute with the new weights.
+                parts.add(update, tier, self._callers.pop(subgroup))
+                # At once, even if the update waits: a graph of before this backward, or one that is kept, would compute
+                # with the new weights.
                 tell_autograd(records)
             else:
                 prepare_updates([Placed(update, subgroup.state)])()
-                self._registry.written([piece.record for piece in update.pieces])
+                self._registry.written(records)
             self.issued.update(update.pieces)
-            for piece in update.pieces:
-                self._left[piece.record] -= 1
-                if not self._left[piece.record]:
-                    self._completed(piece.record)
+            self._updated.update(records)
+            for record in records:
+                self._left[record] -= 1
+                if not self._left[record]:
+                    self._completed(record)
 
     def _completed(self, record: ParameterRecord) -> None:
         """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
-        self.complete.append((record, self._groups[id(record.parameter)]))
+        group, _ = self._groups[id(record.parameter)]
+        assert group is not None, "a gradient of it was used"
+        self.complete.append((record, group))
         record.parameter.grad = self._given[record.number] = None
 
     # The step.

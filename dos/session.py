@@ -754,12 +754,21 @@ class Session:
         if self.in_backward is not None:
             self.in_backward.begin(run)
 
+    @torch.no_grad()
     @entry(*ANY, hook=True)
     def run_ends(self, run: Run) -> None:
-        """Note that a backward has ended."""
-        if self.in_backward is not None:
-            self.in_backward.end(run, self.parameters)
-            self._watch_reads(run)
+        """Note that a backward has ended, and issue what is left of its updates."""
+        mode = self.in_backward
+        if mode is None:
+            return
+        try:
+            if not self.guard.broken:  # else the step raises the error
+                mode.issue_rest()
+        except BaseException as error:
+            mode.fail(run, error)
+            raise
+        mode.end(run, self.parameters)
+        self._watch_reads(run)
 
     @entry(*ANY, hook=True)
     def run_failed(self, run: Run, error: BaseException) -> None:
@@ -777,35 +786,40 @@ class Session:
         elif self.attachment is not None:
             self.attachment.end_waiting()
 
-    @torch.no_grad()
     @entry(*ANY, hook=True)
     def _gradient_in_backward(self, parameter: Tensor) -> None:
         """Use a gradient that backward has just written, if its parameter is the attached model's."""
-        mode = self.in_backward
-        if mode is None or self.guard.broken or main_thread_ended():
+        mode, guard = self.in_backward, self.guard
+        if mode is None or guard.broken or main_thread_ended():
             return  # the step raises the error
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
-        on_device, run = self.on_device, mode.run
+        on_device, run, gradient = self.on_device, mode.run, parameter.grad
         member = id(parameter) in mode.members
-        if member:
-            mode.check(parameter, on_device)
-        self.guard.phase = Phase.BACKWARD
+        if member and (run is None or not run.checked):
+            mode.check(parameter, on_device, self.parameters)
+        if member and gradient is not None and gradient.layout is not torch.strided:
+            mode.refuse_sparse(parameter)
+        guard.phase = Phase.BACKWARD
+        begins = member and run is not None and not run.began
+        if begins and self.ledger.running:
+            # The host may still update from the memory to which this backward sends its gradients. Before the gradient
+            # counts: this wait is no part of backward.
+            self._settle()
         if on_device is not None:
-            if on_device.activations.in_use and parameter.grad is not None:
-                on_device.device.count(local(parameter.grad))
+            if on_device.activations.in_use and gradient is not None:
+                on_device.device.count(local(gradient))
             on_device.count()
         if run is None or not member:
             return
-        if not run.began:
+        if begins:
             run.began = True
             self._begin_in_backward(mode, run)
-        mode.ready(parameter)
+        mode.ready(run, parameter)
 
+    @torch.no_grad()
     def _begin_in_backward(self, mode: InBackward, run: Run) -> None:
         """Let a backward update, at its first gradient. Raises with nothing changed if a setting cannot be used."""
-        if self.ledger.running:
-            self._settle()  # the host may still update from the memory to which this backward sends its gradients
         if not run.updates:
             return
         if self.attachment is not None:  # what recomputes in this backward may read past a module's forward
@@ -1073,8 +1087,8 @@ class Session:
         before, self.attachment = self.attachment, Attachment(model, self, amount, reads=self.weights is None)
         if before is not None:
             before.detach()
-        self._attach_device()
         self._update_in_backward(model if updates else None)
+        self._attach_device()
         self._active_before, self._looked_for = -1, set()
         if not self.attachment.gathers:
             own = [*self.parameters]
@@ -1170,7 +1184,7 @@ class Session:
     def _attach_device(self) -> None:
         """Connect the device and the attachment, if there are both."""
         if self.on_device is not None and self.attachment is not None:
-            self.on_device.attached = True
+            self.on_device.attached, self.on_device.updates = True, self.in_backward is not None
             if self.weights is not None:
                 self.attachment.homes = self.weights.stream.homes
                 self.on_device.stream_weights(self.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
@@ -76,7 +77,10 @@ class Answers:
         self.profile = profile
         self._scope = Scope.beside(workload)
         self._compute_s = self._scope.compute_s(workload)
-        self._balance = Balance(workload, profile)
+        alone = dataclasses.replace(workload, forward_s=0.0, backward_s=0.0) if workload.in_backward else workload
+        self._balance = Balance(alone, profile)
+        self._hidden_s = self._compute_s if workload.in_backward else 0.0
+        """Seconds of compute behind which all of an update may hide, which the closed form leaves out."""
         self._proposed: dict[Division, np.ndarray] = {}
         self._known: dict[tuple[Division, int, tuple[int, ...]], float] = {}
         self._floor = Floor(workload, profile, self._scope)
@@ -195,7 +199,7 @@ class Answers:
         """For each division the best number of subgroups on the CPU, by the closed form."""
         missing = [division for division in some if division not in self._proposed]
         if missing:
-            self._proposed |= zip(missing, self._balance.exposed(missing), strict=True)
+            self._proposed |= zip(missing, self._balance.exposed(missing) - self._hidden_s, strict=True)
         for division in some:
             row = self._proposed[division]
             on_cpu = int(row.argmin())

@@ -71,6 +71,10 @@ def lower_bound(workload: Workload, profile: HardwareProfile, scope: Scope = UPD
             f"no lower bound can be computed with profile {profile.name!r}: its rates are too far apart, {lowest} is "
             f"{rates[lowest]:.3g} and {highest} {rates[highest]:.3g}; measure them with `python -m dos.calibrate`"
         )
+    if scope.backward is Phase.UPDATED:  # all of the update may hide behind compute
+        alone = lower_bound(workload, profile)
+        seconds = max(0.0, alone.seconds - scope.compute_s(workload))
+        return Bound(seconds, alone.binding if seconds else "nothing", alone.shares)
     sums = _Sums(workload, profile, scope)
     seconds, best, (on_cpu, at_home, stream), cells = _least(sums, sums.cells, ROUNDS)
     # Of shares that are as good, those with the most residents.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from perfmodel.compute import Run
 from perfmodel.lanes import Stream
@@ -36,14 +36,16 @@ class ScheduleBuilder:
         its state to a slot.
     """
 
-    def __init__(self, plan: Plan, workload: Workload, found: Sequence[SubgroupState]) -> None:
+    def __init__(
+        self, plan: Plan, workload: Workload, found: Sequence[SubgroupState] | Mapping[int, SubgroupState]
+    ) -> None:
         self.tasks: list[Task] = []
         self.piece: dict[int, int] = {}
         self._plan = plan
         self._workload = workload
         self._found = found
         self._backward: tuple[int, ...] = ()
-        """The tasks that have to end before gradients are complete and parameters may be overwritten."""
+        """As for `step`."""
         self._updated: dict[int, int] = {}
         """The tasks after which a subgroup's new parameters are where forward finds them."""
         self.departed: dict[int, tuple[int, ...]] = {}
@@ -64,33 +66,37 @@ class ScheduleBuilder:
         self.tasks.append(Task(what[0], what[1], subgroup, size, after, slot, others, move, window))
         return len(self.tasks) - 1
 
-    def add_early(self, transfers: Sequence[Task]) -> None:
+    def add_early(self, transfers: Sequence[Task], found: Sequence[SubgroupState]) -> None:
         """Add transfers beside backward, of complete gradients to the host and of state to the device.
 
         State that is to stay comes from the first gradient on, state that comes to a slot after half of backward.
         """
         first = len(self.tasks)
         after: dict[int, int] = {}
-        for i, each in enumerate(self._found):
+        for i, each in enumerate(found):
             if each.departed:
                 self.departed[i] = tuple(first + place for place in each.departed)
                 after |= dict.fromkeys(each.departed, self.piece[i])
             if each.fetched is not None:
                 self.fetched[i] = first + each.fetched
                 to_stay = transfers[each.fetched].slot is None
-                after[each.fetched] = self.piece[len(self._found) - 1 if to_stay else len(self._found) // 2]
+                after[each.fetched] = self.piece[len(found) - 1 if to_stay else len(found) // 2]
         self.tasks += [task._replace(after=(after[place],)) for place, task in enumerate(transfers)]
 
-    def step(self, backward: tuple[int, ...], vacated: list[tuple[int, ...]]) -> None:
+    def step(
+        self, backward: tuple[int, ...], vacated: list[tuple[int, ...]], order: Sequence[int] | None = None
+    ) -> None:
         """Schedule subgroups that wait for no slot first, then all others as the plan orders them.
 
         Residents of one format are updated together, behind updates that could hold up a transfer home: of state that
         leaves, and of state that has come to a slot already.
-        vacated: by slot, the tasks that have to end before it is filled for the first time.
+        backward: the tasks that have to end before these gradients are complete and parameters may be overwritten.
+        vacated: by slot, the tasks that have to end before it is filled for the first time. order: the subgroups that
+        are scheduled; None: all.
         """
-        self._backward, found = backward, self._found
+        self._backward, found, order = backward, self._found, self._plan.order if order is None else order
         others, arriving, residents = [], [], dict[str, list[int]]()
-        for i in self._plan.order:
+        for i in order:
             gradient, resident = found[i].gradient, self._plan.placements[i] is RESIDENT
             if gradient is HOST or (found[i].state is not DEVICE and not resident):
                 others.append(i)

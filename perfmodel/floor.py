@@ -11,7 +11,7 @@ from perfmodel.demand import demands, operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, Stream
 from perfmodel.plan import Placement, Plan
-from perfmodel.scope import Phase, Scope
+from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.workload import WEIGHT_WINDOW, SubgroupLoad, Workload
 
 _Sums = tuple[float, ...]
@@ -27,6 +27,9 @@ class Floor:
 
     def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope) -> None:
         self._workload, self._profile = workload, profile
+        self._hidden_s = 0.0
+        if scope.backward is Phase.UPDATED:
+            self._hidden_s, scope = scope.compute_s(workload), UPDATE_ALONE
         self._backward_s = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
         self._forward_s = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
         self._leave = bool(self._backward_s)
@@ -71,7 +74,7 @@ class Floor:
         for of_cpu, of_up, of_down, most in self._prices:
             ahead = min(filled * of_up + early * of_down, before * most)
             found = max(found, before + cpu * of_cpu + up * of_up + down * of_down - ahead)
-        return found - before - self._forward_s
+        return found - before - self._forward_s - self._hidden_s
 
     def _sums(self, load: SubgroupLoad, placement: Placement) -> _Sums:
         def alone(stream: Stream, size: int) -> float:

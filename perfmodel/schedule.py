@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 
 from perfmodel.builder import ScheduleBuilder
 from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, memory_freed
-from perfmodel.plan import Plan
+from perfmodel.plan import Placement, Plan
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.tasks import CPU, DEVICE, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import Workload
 
+NO_TURNS: Mapping[Placement, Sequence[float]] = {}
+"""Updates take no time."""
 
-def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Schedule:
+
+def schedule(
+    plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE, turn_s: Mapping[Placement, Sequence[float]] = NO_TURNS
+) -> Schedule:
     """Make the schedule of a plan that finds all state, gradients and memory where it wants them.
 
+    turn_s: seconds of a turn of the CPU, and of the slots, by subgroup; for updates in backward, see `turns`.
     Raises ValueError when the plan is of another number of subgroups, or of blocks that the workload does not have.
     """
     if len(plan) != len(workload.subgroups):
@@ -26,7 +34,7 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
             f"the plan keeps blocks {sorted(plan.blocks_on_device)} on the device, the workload has "
             f"{len(workload.blocks)} blocks, which count from 0"
         )
-    loads, overlapped = workload.subgroups, scope.backward is Phase.OVERLAPPED
+    loads, overlapped = workload.subgroups, scope.backward in (Phase.OVERLAPPED, Phase.UPDATED)
     streaming = workload.streaming(plan.blocks_on_device)
     found = [
         SubgroupState(
@@ -58,7 +66,16 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         filled = 0 if workload.returns else min(slots, plan.placements.count(STREAMED))
         ends = [*made.piece.values()]
         vacated[:filled] = [(ends[n - 1],) if n else () for n in memory_freed(plan, workload, filled)]
-    made.step(backward, vacated)
+    if scope.backward is not Phase.UPDATED:
+        made.step(backward, vacated)
+    else:
+        vacated = [()] * slots
+        for i in turns(plan, workload, turn_s):
+            complete = (made.piece[i],)
+            vacated[:1] = [(*vacated[0], *complete)] if slots else []
+            made.step(complete, vacated, (i,))
+            if plan.placements[i] is STREAMED:
+                vacated.append(vacated.pop(0))
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks))
     runs, updated = made.runs(), made.updated
@@ -71,6 +88,35 @@ def schedule(plan: Plan, workload: Workload, scope: Scope = UPDATE_ALONE) -> Sch
         weights.begin(backward=False, after=updated, updated=True)
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
     return Schedule(tuple(made.tasks))
+
+
+def turns(plan: Plan, workload: Workload, turn_s: Mapping[Placement, Sequence[float]]) -> list[int]:
+    """Return the subgroups in the order in which their updates begin where these begin in backward.
+
+    Of the gradients that have come, the CPU takes those first that forward needs first, and so do the slots: they come
+    last. turn_s: seconds of a turn, by placement and subgroup; of others an update begins as its gradient comes.
+    """
+    each_s, arrived_s, passed_s = workload.seconds_by_size[0], dict[int, float](), 0.0
+    for part, size in workload.backward_runs:
+        passed_s += size * each_s
+        arrived_s[part] = passed_s
+    begins = list[tuple[float, int]]()
+    for placement in Placement:
+        arrivals = sorted((arrived_s[i], i) for i in plan.served(placement))
+        begins += _begins(arrivals, turn_s.get(placement))
+    return [i for _, i in sorted(begins)]
+
+
+def _begins(arrivals: Sequence[tuple[float, int]], turn_s: Sequence[float] | None) -> Iterator[tuple[float, int]]:
+    """Yield when each turn begins, with its subgroup. arrivals: of gradients, in order. turn_s: None: take none."""
+    waiting, now = list[int](), 0.0
+    for arrived, i in (*arrivals, (math.inf, -1)):
+        while waiting and now < arrived:
+            first = heappop(waiting)
+            yield now, first
+            now += turn_s[first] if turn_s else 0.0
+        now = now if waiting else max(now, arrived)
+        heappush(waiting, i)
 
 
 def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
@@ -96,8 +142,19 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     made = ScheduleBuilder(plan, workload, found)
     if begun:
         made.piece = backward_pieces(made.add, workload)
-    made.add_early(begun)
+        made.add_early(begun, found)
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)
     made.step(backward, [backward] * plan.slots)
     return Schedule(tuple(made.tasks), issued)
+
+
+def schedule_part(plan: Plan, workload: Workload, found: Mapping[int, SubgroupState], order: Sequence[int]) -> Schedule:
+    """Make the schedule of a part of a step, which is issued while backward runs: of these subgroups alone, in `order`.
+
+    plan, found: as for `schedule_step`, and no transfer is under way.
+    """
+    made = ScheduleBuilder(plan, workload, found)
+    backward = (made.add(BACKWARD, None, 0),)
+    made.step(backward, [backward] * plan.slots, order)
+    return Schedule(tuple(made.tasks))

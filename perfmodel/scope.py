@@ -17,6 +17,8 @@ class Phase(enum.Enum):
     """In the schedule; no transfer of the optimizer runs beside it."""
     OVERLAPPED = "overlapped"
     """Transfers run beside it."""
+    UPDATED = "updated"
+    """Of backward: updates run beside it, too, each once its gradients are complete."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Scope:
     """Extent of a plan; by default the update alone, with all gradients still on the device.
 
     backward: overlapped, each gradient leaves when backward has made it (the last subgroup's first), and prefetches
-        start as backward frees memory. Updates start after backward.
+        start as backward frees memory. Updates start after backward, but for `Phase.UPDATED`, where a subgroup is
+        fetched and updated when its gradients are complete.
     forward: of the next iteration; overlapped, each subgroup's share of it waits for its own parameters only.
     """
 
@@ -34,8 +37,9 @@ class Scope:
     @classmethod
     def beside(cls, workload: Workload) -> Scope:
         """Return the scope with all compute that the workload knows of, overlapped."""
+        beside = Phase.UPDATED if workload.in_backward else Phase.OVERLAPPED
         return cls(
-            Phase.OVERLAPPED if workload.backward_s else Phase.ABSENT,
+            beside if workload.backward_s else Phase.ABSENT,
             Phase.OVERLAPPED if workload.forward_s else Phase.ABSENT,
         )
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from perfmodel.demand import operation_demand
+from perfmodel.demand import demands, operation_demand
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Speeds, Stream, run_tasks
-from perfmodel.plan import Plan
+from perfmodel.plan import Placement, Plan
 from perfmodel.schedule import schedule, schedule_micro_batch
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.tasks import Schedule
@@ -23,7 +23,9 @@ def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sc
     Origin: the start of `step()`, or of backward if the scope has it.
     Raises ValueError when the plan is of another number of subgroups.
     """
-    return serve(schedule(plan, workload, scope), workload, profile)
+    simulator = Simulator(workload, profile, scope)
+    made = simulator.schedule(plan)
+    return Timeline.of(_spans(made, *simulator.serve(made)))
 
 
 def serve(schedule: Schedule, workload: Workload, profile: HardwareProfile) -> Timeline:
@@ -63,15 +65,28 @@ class Simulator:
         self._costs: dict[tuple[int, int, int], tuple[float, float]] = like._costs if like else {}
         """Seconds of an operation alone, and bytes/s of host DRAM, by stream, size and kind of subgroup."""
         self._speeds: Speeds = like._speeds if like else {}
+        self._turn_s: dict[Placement, list[float]] = like._turn_s if like else {}
+        """As for `schedule`."""
         self._waits: dict[tuple[frozenset[int], int], float] = like._waits if like else {}
 
     def makespan(self, plan: Plan) -> float:
         """Seconds of a plan, as the function of that name returns them."""
-        _, end = self.serve(schedule(plan, self._workload, self._scope))
+        _, end = self.serve(self.schedule(plan))
         self.tasks += len(end)
         whole = Phase.ABSENT not in (self._scope.backward, self._scope.forward)
         others = (self._workload.micro_batches - 1) * whole
         return max(end) + (others * self._wait_s(plan) if others else 0.0)
+
+    def schedule(self, plan: Plan) -> Schedule:
+        """Make the schedule of a plan."""
+        if self._scope.backward is not Phase.UPDATED:
+            return schedule(plan, self._workload, self._scope)
+        if not self._turn_s:
+            each = [demands(load, self._profile) for load in self._workload.subgroups]
+            links = Stream.PREFETCH, Stream.FLUSH
+            self._turn_s[Placement.CPU] = [found[Stream.CPU].seconds for found in each]
+            self._turn_s[Placement.GPU_STREAMED] = [max(found[s].seconds for s in links) for found in each]
+        return schedule(plan, self._workload, self._scope, self._turn_s)
 
     def _wait_s(self, plan: Plan) -> float:
         """Seconds for which a micro-batch waits that no update follows."""

@@ -117,6 +117,7 @@ class Workload:
         weights may be: `peak_free_bytes` and `shared_free_bytes` are for those that stay or are fetched, too.
     blocks_least, blocks_most: of them that stay on the device.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
+    in_backward: whether a subgroup is updated as soon as backward has completed its gradients, not after backward.
 
     Raises ValueError for an empty workload, negative times or sizes, saved tensors or blocks that are out of order, or
     blocks whose gradients are not offloaded.
@@ -138,6 +139,7 @@ class Workload:
     blocks_least: int = 0
     blocks_most: float = math.inf
     micro_batches: int = 1
+    in_backward: bool = False
 
     def __post_init__(self) -> None:
         if not self.subgroups:

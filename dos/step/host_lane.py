@@ -62,6 +62,11 @@ class Turns:
         self._closed = False
         self._taken = self._ended = 0
 
+    @property
+    def waiting(self) -> int:
+        """The number of turns that nobody has taken."""
+        return len(self._waiting)
+
     def give(self, turn: Turn) -> None:
         """Hand over the next turn."""
         with self._changed:
@@ -90,8 +95,8 @@ class Turns:
             self._taken += 1
             if not self._by_number or len(self._waiting) == 1:
                 return self._taken - 1, self._waiting.popleft()
-            arrived = (turn for turn in self._waiting if all(map(has_ended, turn.ready)))
-            turn = min(arrived, key=lambda turn: turn.number, default=self._waiting[0])
+            in_order = sorted(self._waiting, key=lambda turn: turn.number)
+            turn = next((turn for turn in in_order if all(map(has_ended, turn.ready))), self._waiting[0])
             self._waiting.remove(turn)
             return self._taken - 1, turn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -100,24 +100,27 @@ class Step:
         self.homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
-        self._subjects = subjects
+        self._subjects: Mapping[int, Subject] = dict(enumerate(subjects))
         self._unseen = unseen
         self._early = () if unseen is None else unseen.early
         self._promised = set[Stream]()
+        self._compared = set[int]()
+        """The subgroups whose parameters are compared in the job that copies their gradients."""
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
 
     def issue_part(
         self,
         schedule: Schedule,
-        subjects: Sequence[Subject],
+        subjects: Mapping[int, Subject],
         give: Callable[[Turn], object],
         callers: Collection[Caller],
         behind: Sequence[Job],
     ) -> None:
         """Issue a part of the step, while backward runs.
 
-        give, callers: as for `issue`. behind: jobs that use the slots of this part, and must end before.
+        subjects: by index. give, callers: as for `issue`. behind: jobs that use the slots of this part, and must end
+        before.
         """
         self.schedule, self._subjects, self._begun = schedule, subjects, []
         self.issue(give, callers, behind)
@@ -173,7 +176,8 @@ class Step:
             turn.work.release()
         self.vacated = [*self.vacated, *self._vacated()]
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
-        self._subjects = ()
+        self._subjects = {}
+        self._compared.clear()
         self._beside.clear()
 
     @property
@@ -228,7 +232,9 @@ class Step:
         after, confirm = self.backward, None
         if self._unseen is not None:
             early = update.offloaded and self._unseen.compared_early(update)
-            if self._subjects[i].late or (update.offloaded and not early):
+            if i in self._compared:
+                pass  # behind the copy of the gradients, for which the update waits
+            elif self._subjects[i].late or (update.offloaded and not early):
                 # Then the update waits for the end of backward on the device.
                 ready = [*ready, *self._unseen.compare_late(i, update, after)]
             else:
@@ -241,8 +247,13 @@ class Step:
         assert task.subgroup is not None, "what is transferred is of a subgroup"
         subgroup, update, _, late = self._subjects[task.subgroup]
         device, copies = self._stores.device, list[Copy]()
+        then: tuple[Callable[[], None], ...] = ()
         if task.op is Op.GRADIENT and update is not None:
             copies = update.downloads(late)
+            if late and self._unseen is not None:  # the job waits for all of the caller's work, as `compare_late` does
+                compare = self._unseen.compare(subgroup, update.copied_pieces)
+                then = () if compare is None else (compare,)
+                self._compared.add(task.subgroup)
         elif task.op is Op.PREFETCH and task.slot is not None:
             if task.move is not None:
                 device.occupy(subgroup, task.slot)
@@ -253,7 +264,9 @@ class Step:
             copies = update.flush_weights(self._beside[subgroup])
         number, move = task.subgroup, task.move
         if move is None:
-            job = self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
+            job = self._issue(
+                task.stream, lambda after: self._device.copy(task.op, number, copies, after, *then), after
+            )
         elif Tier.DISK in move:
             # The disk's threads can wait for jobs of any lane; only jobs that the device queues need `_issue`.
             return self._stores.copy(move, number, subgroup, after)

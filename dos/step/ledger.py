@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -57,6 +57,7 @@ class Ledger:
         the step would lose these writes if it used state that was fetched before them.
     pending: the records of parameters in flight, each with the caller's queues that are ordered behind its update.
     ended: called with each step that has succeeded, and its timeline.
+    held: issues the rest of what backward has reserved memory for; None: nothing waits.
     trims: whether state has moved off the device, so that the allocator caches its memory.
     """
 
@@ -68,6 +69,7 @@ class Ledger:
 
     def __init__(self, guard: Guard) -> None:
         self.exposed = False
+        self.held: Callable[[], None] | None = None
         self.trims = False
         self.unseen = None
         self.pending: dict[ParameterRecord, frozenset[Caller]] = {}
@@ -402,25 +404,31 @@ class Ledger:
 
     def issue_part(
         self,
-        plan: Plan,
-        subjects: Sequence[Subject],
-        found: Sequence[SubgroupState],
-        workload: Workload,
+        schedule: Schedule,
+        subjects: Mapping[int, Subject],
         iteration: Iteration,
         callers: Collection[Caller],
-        behind: Sequence[Job] = (),
-    ) -> None:
+        behind: Sequence[Job],
+    ) -> Step:
         """Issue a part of a step while backward runs, whose memory is reserved. `close` or `settle` ends the step.
 
-        subjects: by index; those of other parts have no update. callers: the queues in which backward wrote their
-        gradients. behind: jobs that use the slots of this part, and must end before. No transit may be in flight.
-        Raises as `issue`.
+        subjects: of the schedule, by index. callers: the queues in which backward wrote their gradients. behind: jobs
+        that use the slots of this part, and must end before. No transit may be in flight. Returns the step. Raises as
+        `issue`.
         """
         turns = self._begin(by_number=True) if self._turns is None else self._turns
         with self._failing(turns):
             if self.step is None:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
-            self.step.issue_part(schedule_step(plan, workload, found, ()), subjects, self._give, callers, behind)
+            self.step.issue_part(schedule, subjects, self._give, callers, behind)
+            updates = (subject.update for subject in subjects.values() if subject.update is not None)
+            self.pending |= {piece.record: frozenset() for update in updates for piece in update.pieces}
+            return self.step
+
+    @property
+    def backlog(self) -> int:
+        """The number of turns that the host has not taken of a step that backward issues."""
+        return 0 if self._turns is None else self._turns.waiting
 
     def close(self) -> None:
         """End a step that is issued: no further part of it comes."""
@@ -435,7 +443,7 @@ class Ledger:
 
     def abandon(self, failure: Exception) -> None:
         """End a step of which backward has issued a part, and whose other part will never come. Blocks."""
-        turns, self._turns = self._turns, None
+        turns, self._turns, self.held = self._turns, None, None
         if turns is not None:
             turns.close(failure)
         if self.step is not None:
@@ -627,6 +635,10 @@ class Ledger:
 
         Raises RuntimeError, with the first cause, if a job of any lane failed, once all have ended.
         """
+        held, self.held = self.held, None
+        if held is not None:  # else state would move whose place, and room, its update has taken down
+            held()
+            self.held = held
         self.close()
         if not self.idle:
             self._settle_step()

@@ -141,7 +141,7 @@ def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload:
     """An optimizer that overlaps as the schedule says."""
     attached = schedule in ("full_overlap", IN_BACKWARD)
     forward_s = workload.forward_s if attached else 0.0
-    known = dataclasses.replace(workload, forward_s=forward_s)
+    known = dataclasses.replace(workload, forward_s=forward_s, in_backward=schedule == IN_BACKWARD)
     optimizer = DOSAdam(
         model.parameters(),
         policy=lambda work: adaptive(dataclasses.replace(known, subgroups=work.subgroups), profile),

@@ -126,9 +126,10 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     return spilled(plan, load), load, draw(st.sampled_from(list(builtin_profiles().values())))
 
 
-@given(cases(), st.booleans())
-def test_no_plan_is_faster(case: tuple[Plan, Workload, HardwareProfile], alone: bool) -> None:
+@given(cases(), st.booleans(), st.booleans())
+def test_no_plan_is_faster(case: tuple[Plan, Workload, HardwareProfile], alone: bool, in_backward: bool) -> None:
     plan, load, profile = case
+    load = dataclasses.replace(load, in_backward=in_backward and not load.windows)
     scope = UPDATE_ALONE if alone else Scope.beside(load)
     seconds = exposed(plan, load, profile, scope)
     assert seconds >= lower_bound(load, profile, scope).seconds * (1 - 1e-6) - 1e-9

@@ -126,6 +126,10 @@ def situations() -> Iterator[tuple[str, HardwareProfile, Workload, float]]:
         load = work(n, size=10**8, peak_free_bytes=0.15 * n * 12e8, update_free_bytes=4 * 12e8)
         beside = seen(load, MACHINES[name], 0.5 * (n == 100), 0.25 * (n == 100))
         yield "disk", MACHINES[name], with_disk(beside, host * load.state_bytes, windows=4), 1.04
+    for name, share, forward in itertools.product(("h100", "rtx_4090_desktop", "gh200"), (0.0, 0.1, 0.5), (0.1, 0.3)):
+        free = share * 50 * 12e8
+        load = work(50, size=10**8, peak_free_bytes=free, shared_free_bytes=free, in_backward=True)
+        yield "updates in backward", MACHINES[name], seen(load, MACHINES[name], 3 * forward, forward), 1.03
     yield "few", MACHINES["h100"], work(6, size=10**8, peak_free_bytes=0.0), 1 + 1e-9
 
 

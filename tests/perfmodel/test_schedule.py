@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perfmodel import Op, Placement, Plan
 from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
-from perfmodel.schedule import schedule, schedule_step
+from perfmodel.schedule import schedule, schedule_step, turns
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.simulate import serve
 from perfmodel.tasks import SubgroupState, Task, arriving, leaving, staged
@@ -232,6 +232,29 @@ def test_a_step_that_finds_all_as_planned_is_the_plan(scope: Scope) -> None:
     issued = schedule_step(plan, work(5), finds, ()).tasks[1:]
     planned = schedule(plan, work(5), scope).tasks
     assert [task[:4] for task in issued] == [task[:4] for task in planned if task.op is not Op.BACKWARD]
+
+
+def test_updates_that_begin_in_backward() -> None:
+    """Each waits for its own piece of backward; of what has come the CPU takes first what forward needs first."""
+    load = work(4, backward_s=4.0, forward_s=4.0, in_backward=True)
+    plan, scope = Plan((R, C, C, S), (0, 1, 2, 3), 1), Scope.beside(load)
+    assert lines(schedule(plan, load, scope)) == [
+        *(f"{n} backward COMPUTE 12" for n in range(4)),
+        "4 gradient 2 GRADIENT 24 after 1",
+        "5 gradient 1 GRADIENT 24 after 2",
+        "6 prefetch 3 PREFETCH 144 slot 0 after 0",
+        "7 update 3 GPU 12 slot 0 after 6 0",
+        "8 flush 3 FLUSH 144 slot 0 after 7",
+        "9 update 2 CPU 12 after 4 1",
+        "10 parameter 2 PARAMETER 24 after 9 1",
+        "11 update 1 CPU 12 after 5 2",
+        "12 parameter 1 PARAMETER 24 after 11 2",
+        "13 update 0 GPU 12 after 3",
+        *(f"{n} forward COMPUTE 12 after {after}" for n, after in ((14, 13), (15, 12), (16, 10), (17, 7))),
+    ]
+    last_first = Plan((C,) * 4, (0, 1, 2, 3), 0)
+    for turn_s, order in ((0.5, [3, 2, 1, 0]), (2.5, [3, 1, 0, 2]), (10.0, [3, 0, 1, 2])):
+        assert turns(last_first, load, {C: [turn_s] * 4}) == order
 
 
 def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -19,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from dos import DOSAdam
 from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
+from dos.step.parts import MOST_HELD
 from tests.support.inside import in_backward
-from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
+from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_kernel_thread")
 
@@ -52,14 +55,14 @@ def trained(
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One number for each part of a step that is issued in backward."""
-    found: list[int] = []
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The subgroups of each part of a step that is issued in backward."""
+    found: list[list[int]] = []
     plain = Ledger.issue_part
 
-    def issue_part(self: Ledger, *arguments: Any) -> None:
-        found.append(len(found))
-        plain(self, *arguments)
+    def issue_part(self: Ledger, schedule: Any, subjects: Any, *arguments: Any) -> Any:
+        found.append([*subjects])
+        return plain(self, schedule, subjects, *arguments)
 
     monkeypatch.setattr(Ledger, "issue_part", issue_part)
     return found
@@ -71,7 +74,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_same_bits_as_updates_in_step(
-    place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, parts: list[int]
+    place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, parts: list[list[int]]
 ) -> None:
     settings = {"micro_batches": micro_batches, "state_format": state_format}
     width = 256 if state_format == "int8" else 40  # of 4,096 elements and more, in whole blocks
@@ -79,7 +82,26 @@ def test_same_bits_as_updates_in_step(
     expected = trained(mlp(dtype, width=width), "step", place, **settings)
     assert not parts
     assert trained(mlp(dtype, width=width), "backward", place, **settings) == expected
-    assert place == "host" or len(parts) >= 4 * 5, "all but the first step, in which nothing is known"
+    assert place == "host" or sum(map(len, parts)) >= 4 * 5, "all but the first step, in which nothing is known"
+
+
+def test_residents_are_updated_together(parts: list[list[int]]) -> None:
+    """A few at a time, so that their gradients are released meanwhile; the last ones, too."""
+    trained(mlp(width=100), "backward", "resident")
+    each = parts[: len(parts) // 4]
+    assert [len(part) for part in each[:-1]] == [MOST_HELD] * (len(each) - 1)
+    assert sorted(itertools.chain.from_iterable(each)) == [*range(sum(map(len, each)))]
+
+
+def test_streamed_subgroups_wait_for_a_slot(parts: list[list[int]]) -> None:
+    """Those that are left when backward ends come in the order in which forward needs them."""
+    slow = dataclasses.replace(FAST, h2d_bandwidth=1e5, h2d_bandwidth_duplex=1e5)
+    trained(mlp(width=60), "backward", "stride:1", machine=slow, steps=2)
+    order = [i for part in parts for i in part]
+    assert sorted(order) == [*range(len(order))]
+    first = order.index(0)
+    assert order[first:] == sorted(order[first:])
+    assert len(order) - first >= 3
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -555,6 +577,71 @@ def test_activations_and_memory() -> None:
     finally:
         gc.enable()
     loss_of(model, 9).backward()
+
+
+@pytest.mark.parametrize("place", ["resident", "stride:1", 0.5])
+def test_memory_that_moves_while_updates_wait(place: Any) -> None:
+    """What waits is issued before state moves home, as where a saved tensor has no memory."""
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        optimizer = attached(model, updates, place, subgroup_size=100)
+        for step in range(6):
+            handle = model[2].weight.register_hook(lambda _, o=optimizer: (o.release_memory(), None)[1])
+            if step != 3:
+                handle.remove()
+            loss_of(model, step).backward()
+            handle.remove()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", ["cpu", "stride:2", "resident"])
+def test_two_optimizers_of_one_model(place: Any) -> None:
+    """Each with groups of its own settings, and a checkpoint between two steps."""
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp(torch.bfloat16)
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": weights[:1], "lr": 0.03}, {"params": weights[1:], "weight_decay": 0.3}]
+        make = maker(place, lr=0.01, subgroup_size=150)
+        optimizers = [make(groups), make(others)]
+        for optimizer in optimizers:
+            optimizer.attach(model, updates=updates)
+        for step in range(6):
+            loss_of(model, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 3:
+                saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+                weights_then = copy.deepcopy(model.state_dict())
+            if step == 4:
+                model.load_state_dict(weights_then)
+                for optimizer, state in zip(optimizers, saved, strict=True):
+                    optimizer.load_state_dict(state)
+        found.append([everything(model, optimizer) for optimizer in optimizers])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("attaches", ["model", "compiled"])
+def test_a_compiled_model(attaches: str) -> None:
+    """Its backward is one node, after which all gradients come."""
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = attached(model if attaches == "model" else compiled, updates)
+        for step in range(5):
+            loss_of(compiled, step).backward()
+            assert updates == "step" or step == 0 or in_backward(optimizer).issued
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
 
 
 def test_switching_back_to_updates_in_step() -> None:
