@@ -210,10 +210,11 @@ class InBackward:
         self._runs.append(run)
 
     def issue_rest(self) -> None:
-        """Issue the updates that wait for others."""
+        """Issue the updates that wait for others; after this backward none comes until `step()`."""
         if self._parts is not None:
             with self._guard.change():
                 self._parts.issue_rest()
+        self._ledger.held = None  # a cycle of references
 
     def end(self, run: Run, parameters: Iterable[Tensor]) -> None:
         """End a backward. parameters: of the optimizer. Its gradients that wait for `step()` leave `p.grad`."""
