@@ -31,6 +31,8 @@ from perfmodel.hardware import HardwareProfile
 CHUNK = 512
 """Tokens of which logits are there at once."""
 SHARD = "2GB"
+CHECKPOINTING = "activation" if hasattr(LlamaForCausalLM, "activation_checkpointing_enable") else "gradient"
+"""The word that this version of transformers has for it."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -118,7 +120,7 @@ def train_in_a_loop(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, A
     optimizer.attach(with_loss, activations="auto", weights=options.weights)
     device = model.device  # of the embedding, which is there now
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, options.steps)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    getattr(model, f"{CHECKPOINTING}_checkpointing_enable")({"use_reentrant": False})
     model.train()
     file = options.output / "checkpoint.pt"
     done = 0
@@ -186,8 +188,7 @@ def train_by_trainer(model: LlamaForCausalLM, rows: Tensor, settings: dict[str, 
         max_steps=options.steps,
         per_device_train_batch_size=options.batch,
         gradient_accumulation_steps=options.accumulation,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **{f"{CHECKPOINTING}_checkpointing": True, f"{CHECKPOINTING}_checkpointing_kwargs": {"use_reentrant": False}},
         learning_rate=options.lr,  # of the log; the optimizer's is in `settings`
         logging_steps=1,
         save_strategy="steps" if options.save_every else "no",

@@ -93,30 +93,46 @@ def _scalars(folder: Path) -> set[str]:
     return set(events.Tags()["scalars"])
 
 
-@pytest.fixture
-def code() -> list[dict[str, Any]]:
-    """The notebook's cells with code."""
-    notebook = json.loads((EXAMPLES / "demo.ipynb").read_text())
+def code(name: str) -> list[dict[str, Any]]:
+    """The cells of a notebook that have code."""
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text())
     assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
     return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-def test_the_notebook_runs_from_top_to_bottom(
-    code: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "first", "expected"),
+    [("demo", 0, ("All have the same bits.", "The same bits again.")), ("t4_16gb", 2, ("step 20: loss", "not a GPU"))],
+)
+def test_a_notebook_runs_from_top_to_bottom(
+    name: str,
+    first: int,
+    expected: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In one namespace, as Jupyter runs it, and ten times as fast."""
+    """In one namespace, as Jupyter runs it, and ten times as fast. first: before it the planner is asked, for long."""
     monkeypatch.chdir(tmp_path)
-    program = "\n\n".join("".join(cell["source"]) for cell in code)
+    program = "\n\n".join("".join(cell["source"]) for cell in code(name)[first:])
     assert ".scaled(1 / 200)" in program
-    exec(program.replace("1 / 200", "1 / 20"), {})
+    threads = torch.get_num_threads()
+    exec(program.replace("1 / 200", "1 / 20"), {"__name__": name})
+    torch.set_num_threads(threads)
     said = capsys.readouterr().out
-    assert "All have the same bits." in said
-    assert "The same bits again." in said
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all(each in said for each in expected)
+    if name == "demo":
+        assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_the_notebook_has_no_outputs(code: list[dict[str, Any]]) -> None:
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebooks_have_the_outputs_of_a_run(path: Path) -> None:
+    """All of one run, from top to bottom."""
+    cells = code(path.stem)
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    printing = [cell for cell in cells if "print(" in "".join(cell["source"])]
+    assert all(cell["outputs"] for cell in printing)
+    assert "mulated" in path.read_text(), "it says where they were made"
 
 
 def test_every_example_is_tested() -> None:
