@@ -96,6 +96,8 @@ class Backward:
         self._wanted = _NOT_ASKED
         self._gradients_before = 0
         self._micro_batches = 1
+        self._departed = False
+        """Whether gradients have left in backward, and the step uses them as they left."""
 
     def facts(self) -> Facts | None:
         """Return the facts as they are now; None if no subgroup is on the device."""
@@ -282,32 +284,36 @@ class Backward:
         left = self._wanted.room - self._ledger.stores.device.resident_bytes
         return min(left, self.decisions.memory.spare_in_backward())
 
-    def record_call(self, plan: Plan, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
+    def record_call(self, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Mark the call of `step()` in the caller's work, for the iteration and the pace."""
-        self._record_call(plan, any(subject.departed for subject in subjects))
+        self._record_call()
+        self._departed = any(subject.departed for subject in subjects)
         # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
         # and the share of the host that updates of parameters there take is not measured.
         self.now.alone = not self.now.moves and all(subgroup.arena.accelerated for subgroup in updates)
 
     def end_updates(self, plan: Plan) -> None:
         """Mark the call of a `step()` whose updates backward has issued, by this plan."""
-        self._record_call(plan, self.now.first_departure is not None)
+        self._record_call()
+        self._learn_pace(plan, self.now.first_departure is not None)
         self.now.alone = False  # rates are refined by steps that begin when backward has ended
         self.decisions.begin_step(plan, self.now)
 
-    def _record_call(self, plan: Plan, departed: bool) -> None:
-        """departed: whether gradients have left in backward, and are used as they left."""
+    def _record_call(self) -> None:
         now = self.now
         if self.weights is not None:
             self._micro_batches = self.weights.stream.take_forwards()
         else:
             self._micro_batches = round(now.gradients / max(1, len(self._registry.watching)))
         now.step, now.started = self.device.mark(), time.perf_counter()
-        early = departed if Placement.CPU in plan.placements else None
-        self.decisions.pace.step(now, early=early, stalls=self._stalls())
         now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
+
+    def _learn_pace(self, plan: Plan, departed: bool) -> None:
+        """departed: whether gradients have left in backward, and are used as they left."""
+        early = departed if Placement.CPU in plan.placements else None
+        self.decisions.pace.step(self.now, early=early, stalls=self._stalls())
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""
@@ -316,6 +322,7 @@ class Backward:
         self.decisions.begin_step(plan, self.now)
         with self.now.held_up():
             self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
+        self._learn_pace(plan, self._departed)  # behind the step's first work, which it would delay
 
     @property
     def wants_clean_forward(self) -> bool:

@@ -306,7 +306,7 @@ class Session:
             ledger.spill_to_disk(subgroups)
             stores.host.stage(updates)
             registry.offloaded.pin()
-        on_device.record_call(plan, subjects, updates)
+        on_device.record_call(subjects, updates)
         with on_device.now.held_up():
             # The allocator gives released memory to the stream that it was allocated on. Allocate on the stream that
             # trains, so that forward can use the memory again.
@@ -357,10 +357,10 @@ class Session:
             behind = {piece.record for subgroup in late for piece in subgroup.pieces}
             updated = [r for r, _ in active.members if r.arena.accelerated or r in behind]
             self.ledger.pending = dict.fromkeys(updated, frozenset())
-            self.reconciler.count(active)
-            self._count_updated()
             if self.on_device is not None and prepared is not None:
                 self.on_device.issue(prepared)
+            self.reconciler.count(active)
+            self._count_updated()
             registry.offloaded.forget_all(used=True)
             self.ledger.update_beside(updates[subgroup] for subgroup in late)
             for subgroup in now:

@@ -27,7 +27,7 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
         return all(_follows(*sides) for sides in zip(copy, run[-1], strict=True))
 
     copies = list(copies)
-    if len({source.untyped_storage().data_ptr() for _, source in copies}) == len(copies):
+    if len(copies) == 1 or len({source.untyped_storage().data_ptr() for _, source in copies}) == len(copies):
         return copies  # as where each gradient has memory of its own
     runs = _grouped(copies, 0, follows)
     return [(_whole(run, 0), _whole(run, 1)) if len(run) > 1 else run[0] for run in runs]

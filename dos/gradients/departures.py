@@ -51,9 +51,7 @@ class _Seen:
         # DDP has set another tensor as `grad`: neither object nor version can tell whether it is equal, only the bits.
         if written.gradient is None:
             return not written.rewritten
-        if not written.holds(gradient):
-            return False
-        return written.bits is not None or (writes is not None and written.writes(gradient) == writes)
+        return written.unchanged(gradient, writes)
 
 
 @dataclass
@@ -212,6 +210,7 @@ class Departures:
             return set(), []
         holding = set()
         transfers = {}
+        checked = self._checked
         for piece in pieces if departure.sent else ():
             sent = departure.sent.get(piece)
             if sent is None:
@@ -219,7 +218,10 @@ class Departures:
             transit, written = sent
             seen = self._seen[piece.record]
             # The gradient that was sent may be of an earlier backward than the last one.
-            if seen.written is written and self._is_untouched(piece.record, seen):
+            if seen.written is not written:
+                continue
+            untouched = checked.get(seen)
+            if untouched or (untouched is None and self._is_untouched(piece.record, seen)):
                 holding.add(piece)
                 transfers[transit.number] = transit
         return holding, list(transfers.values())
@@ -255,9 +257,10 @@ class Departures:
 
     def _awaited(self, subgroup: Subgroup) -> set[Piece]:
         """Return the pieces for which the subgroup waits: not those whose gradient was missing or changed last time."""
-        seen = [(piece, self._seen.get(piece.record)) for piece in subgroup.pieces]
+        known = self._seen
         return {
             piece
-            for piece, each in seen
-            if each is not None and each.expected > 0 and each.untouched and piece.record.parameter.requires_grad
+            for piece in subgroup.pieces
+            if (seen := known.get(piece.record)) is not None
+            and (seen.expected > 0 and seen.untouched and piece.record.parameter.requires_grad)
         }

@@ -58,6 +58,16 @@ class Token:
         mine = gradient if self._plain else local(gradient)
         return self._storage.cdata == storage_address(mine.untyped_storage()) and self._reading == _reading(mine)
 
+    def unchanged(self, gradient: Tensor, writes: int | None) -> bool:
+        """Return whether the token `holds` the gradient, whose values are the same.
+
+        writes: the number of writes since that changed no value; None: values have changed.
+        """
+        if not self.holds(gradient):
+            return False
+        now = version_counter(gradient) if self._plain else version(gradient)
+        return self.bits is not None or now - self._version == writes
+
     def writes(self, gradient: Tensor) -> int:
         """Return the number of writes to the gradient, which the token `holds`, as far as versions count them."""
         return (version_counter(gradient) if self._plain else version(gradient)) - self._version

@@ -300,9 +300,7 @@ class Registry:
         tell_autograd(records)
         # After the versions have risen: else the next step would take the rise for a write by user code.
         for record in records:
-            if not record.replaced:
-                record.saw()
-            else:  # the next step takes the values that user code has put there
+            if not record.saw(replaced=False):  # the next step takes the values that user code has put there
                 record.follow_sharing()
         self.watch_bits(records)
 
@@ -312,7 +310,7 @@ class Registry:
         if device is None or device.queues:  # where the caller's work is queued, `UnseenWrites` compares
             return
         for record in records:
-            if record.bits is None and not record.replaced and self._reads_copy(record):
+            if record.bits is None and self._reads_copy(record) and not record.replaced:
                 record.saw_bits()
 
     def _reads_copy(self, record: ParameterRecord) -> bool:
@@ -320,7 +318,10 @@ class Registry:
         arena = record.arena
         if not arena.accelerated or MASTER in arena.format.names:
             return arena.accelerated
-        return not arena.streams and any(piece in subgroup.newest for subgroup, piece in self.places[record])
+        for subgroup, piece in () if arena.streams else self.places[record]:
+            if subgroup.newest and piece in subgroup.newest:
+                return True
+        return False
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""
@@ -341,4 +342,4 @@ def tell_autograd(records: Collection[ParameterRecord]) -> None:
     # Autograd may know them as their local part or as another leaf.
     parts = [record.local for record in records if record.wrapped]
     parts += [record.leaf for record in records if record.leaf is not record.parameter]
-    torch.autograd.graph.increment_version([*(record.parameter for record in records), *parts])
+    torch.autograd.graph.increment_version([record.parameter for record in records] + parts)

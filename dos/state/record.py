@@ -188,13 +188,20 @@ class ParameterRecord:
         """Remember the dtype of a gradient that was checked, for `settled`."""
         self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
 
-    def saw(self) -> None:
-        """Remember the parameter as it is now."""
+    def saw(self, *, replaced: bool = True) -> bool:
+        """Remember the parameter as it is now; return whether that was done.
+
+        replaced: whether also where it is `replaced`.
+        """
         p = self.local if self.wrapped else self.parameter
+        address = p.data_ptr()
+        if not (replaced or self.stand_in or self._address == address):
+            return False
         self.rewritten = False
         self.bits = fingerprint(p) if self.wrapped and self.arena.keeps_copies else None
         self.version = version(self.parameter) if self.wrapped else version_counter(p)
-        self.data_ptr, self._strides = p.data_ptr(), p.stride()
+        self.data_ptr, self._strides = address, p.stride()
+        return True
 
     def saw_bits(self) -> None:
         """Remember the parameter's bits, too, because the next update may read a copy of it."""

@@ -1,0 +1,52 @@
+"""The cost of `step()` before its first work, in calls of Python for each parameter."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.step.host_lane import Turns
+from tests.support.training import FAST
+
+SIZE, EACH = 256, 8
+"""Elements of a parameter, and parameters of a subgroup."""
+
+
+def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left."""
+    model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
+    settings: dict[str, Any] = {"policy": "cpu", "device": EmulatedDevice(FAST, 10**9)}
+    optimizer = DOSAdam(model.parameters(), subgroup_size=SIZE * EACH, **settings)
+    found, give = 0, Turns.give
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    def given(turns: Turns, turn: Any) -> None:
+        sys.setprofile(None)
+        give(turns, turn)
+
+    for step in range(4):
+        sum(p.square().sum() for p in model).backward()
+        optimizer.synchronize()
+        with monkeypatch.context() as patched:
+            patched.setattr(Turns, "give", given)
+            sys.setprofile(count if step == 3 else None)
+            try:
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+        optimizer.zero_grad()
+    return found
+
+
+def test_calls_before_the_first_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (calls(parameters, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
+    assert (many - few) / (20 * EACH) <= 24
