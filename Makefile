@@ -49,9 +49,10 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# A wheel in dist/ for PYTHON; for manylinux where auditwheel and patchelf are installed.
+# Wheels in dist/ for Python 3.10, 3.11 and, as one, 3.12 and later, as far as these are installed; or for PYTHON alone.
+# For manylinux where auditwheel and patchelf are installed.
 wheel:
-	PYTHON="$(PYTHON)" bash scripts/wheel.sh --config-settings "build-dir=build/wheel-{wheel_tag}"
+	PYTHON="$(if $(filter command environment,$(firstword $(origin PYTHON))),$(PYTHON))" bash scripts/wheel.sh --config-settings "build-dir=build/wheel-{wheel_tag}"
 
 $(STAMP): scripts/setup.sh constraints.txt $(EXTENSION_SOURCES)
 	$(SETUP)
