@@ -401,6 +401,7 @@ class Session:
 
     def _active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""
+        self.registry.homes.check_unwritten()
         settled, others, gone = self.reconciler.look(self.groups)
         if self.weights is not None:
             # Else the update would write to memory that the parameters do not have any more.
@@ -1226,6 +1227,7 @@ class Session:
                 copy_live(state.get(p, {}), {}, lies_in_state)
         else:
             self._bring_home()
+        self.registry.homes.open()
         with self.guard.change():
             self._forget(gone)
             self.install_state(state)
@@ -1246,8 +1248,11 @@ class Session:
 
     def _settle_state(self, read: Collection[Tensor]) -> None:
         self._bring_home()
-        self.registry.homes.expose(self.registry.subgroups_of(read))
-        for record in self.registry.records.values():
+        homes, records = self.registry.homes, self.registry.records
+        homes.expose(self.registry.subgroups_of(read))
+        for record in filter(None, map(self.registry.record, read)) if homes.disk is not None else ():
+            homes.show(record.views.values(), [subgroup for subgroup, _ in self.registry.places[record]])
+        for record in records.values():
             record.write_step()
         # From now on user code may change entries whenever it likes, so that each step compares them.
         self.reconciler.seen = True

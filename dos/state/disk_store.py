@@ -14,6 +14,7 @@ from dos.devices import Copy, Device, Job, ThreadJob
 from dos.guard import submit
 from dos.state.arena import State, aligned, state_copies
 from dos.state.disk import PAGE, DiskSpace, Extent
+from dos.state.disk.extent import Contents
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
 from dos.state.windows import disk_bytes
@@ -88,20 +89,24 @@ class DiskStore:
         assert window is not None, "the schedule says which one"
 
         def read() -> None:
-            self.space.sync_mappings(extent)  # user code may have written through a mapping
+            self.space.sync_mappings(extent)  # loading may have written through a mapping
             self.space.read(extent, window.pages)
             for destination, origin in () if home is None else state_copies(home, window.state):
                 destination.copy_(origin)
 
         return self._queue(self.reading, Lane.READ, Op.READ, number, extent.nbytes, read, after)
 
-    def expose(self, subgroup: Subgroup) -> None:
-        """Map the state over the addresses of its home, for user code. Nothing may be in flight."""
+    def expose(self, subgroup: Subgroup, *, writable: bool = False) -> None:
+        """Map the state over the addresses of its home. Nothing may be in flight. writable: see `DiskSpace.expose`."""
         extent, start = self._extents[subgroup], 0
         for tensor in subgroup.state.tensors():
-            self.space.expose(extent, start, tensor.nbytes, tensor.data_ptr())
+            self.space.expose(extent, start, tensor.nbytes, tensor.data_ptr(), writable=writable)
             start += aligned(tensor.nbytes, PAGE)
         self._exposed.add(subgroup)
+
+    def shows(self, subgroup: Subgroup) -> bool:
+        """Return whether user code has views of the state, and may not write to them."""
+        return subgroup in self._extents and self._extents[subgroup].contents is Contents.SHOWN
 
     def hide(self, subgroup: Subgroup) -> None:
         """Map zeros over the addresses of its home again, if the state is mapped there."""

@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from torch import Tensor
+
 from dos.devices import Device
 from dos.machine.host_memory import host_share
+from dos.sharding.local import version
 from dos.state.disk_store import DiskStore
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
@@ -24,7 +27,8 @@ class Homes:
     """The stores in which state has its home.
 
     disk: None if users have not chosen any.
-    exposed: the subgroups whose state is exposed since the last step: user code may write to it until the next one.
+    exposed: the subgroups whose state is exposed since the last step: user code may write to it until the next one,
+        unless it is on disk.
     """
 
     # State gets a home when it first needs one: on the host while there is room, else on disk (`tiers`). A home on the
@@ -34,6 +38,8 @@ class Homes:
         self.host = host
         self.disk: DiskStore | None = None
         self.exposed: weakref.WeakSet[Subgroup] = weakref.WeakSet()
+        self._shown: dict[Tensor, int] = {}
+        """Views of state on disk that user code has, with the number of writes to each before that."""
 
     def open_disk(self, device: Device, folders: Sequence[Path]) -> None:
         """Add homes in these folders. Raises OSError if one cannot be used."""
@@ -85,7 +91,7 @@ class Homes:
         if self.disk is not None:
             self.disk.reserve(on_disk)
             for subgroup in on_disk:
-                self.disk.expose(subgroup)
+                self.disk.expose(subgroup, writable=True)
 
     def reserve_on_host(self, subgroups: Sequence[Subgroup]) -> None:
         """Reserve homes on the host for these. Raises MemoryError if the host has no room.
@@ -103,17 +109,41 @@ class Homes:
         self.host.join_homes()
         subgroups = list(subgroups)
         self.exposed.update(subgroups)
-        self._map(subgroups)
+        self._map(subgroups, writable=False)
 
     def expose_again(self) -> None:
-        """Map state that is `exposed` and was written to disk since. Nothing may be in flight. Raises as `expose`."""
-        self._map(self.exposed)
+        """Map state that is `exposed` and was written to disk since. Nothing may be in flight. Raises as `expose`.
 
-    def _map(self, subgroups: Iterable[Subgroup]) -> None:
+        User code may write to views that it has had since that state was at home.
+        """
+        self._map(self.exposed, writable=True)
+
+    def _map(self, subgroups: Iterable[Subgroup], *, writable: bool) -> None:
         if self.disk is not None:
             for subgroup in subgroups:
                 if self.disk.has(subgroup) and not self.host.has(subgroup):
-                    self.disk.expose(subgroup)
+                    self.disk.expose(subgroup, writable=writable)
+
+    def show(self, views: Iterable[Tensor], subgroups: Iterable[Subgroup]) -> None:
+        """Note that user code gets these views, of state in these subgroups."""
+        if self.disk is not None and any(map(self.disk.shows, subgroups)):
+            for view in views:
+                self._shown.setdefault(view, version(view))
+
+    def open(self) -> None:
+        """Let what user code has written to its views count, because it loads them."""
+        if self._shown:
+            self._shown.clear()
+            self._map(self.exposed, writable=True)
+
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if user code has written to views of state on disk since it got them."""
+        if any(version(view) != before for view, before in self._shown.items()):
+            raise RuntimeError(
+                "user code wrote to a tensor of optimizer.state that is on disk, where tensors can only be read; to "
+                "change state load it: optimizer.load_state_dict(optimizer.state_dict()) takes what was written"
+            )
+        self._shown.clear()
 
 
 def housed(made: Mapping[_T, int], homes: Mapping[_T, int], room: float) -> set[_T]:

@@ -16,7 +16,8 @@ PAGE = mmap.PAGESIZE
 class Contents(Enum):
     ZEROS = auto()  # never written: read as zeros, whatever bytes are on the drive
     WRITTEN = auto()  # the bytes have the checksums
-    EXPOSED = auto()  # the bytes have the checksums, except where user code has written since
+    SHOWN = auto()  # the same, and user code has views, which it may not write to
+    OPEN = auto()  # written through a mapping, by loading or by user code that has had views since state was at home
     TORN = auto()  # a write has begun and not ended
 
 
@@ -34,7 +35,6 @@ class Extent:
 
     nbytes: a multiple of PAGE. requests: the pieces in which it is read and written. checksums: of the requests that
         were written.
-    writers: the number of writes by other programs to its files when it was last compared.
     """
 
     def __init__(self, pieces: Sequence[Piece], request_bytes: int) -> None:
@@ -50,11 +50,6 @@ class Extent:
         self.requests = [request for _, request in sorted(requests, key=lambda each: each[0])]
         self.contents = Contents.ZEROS
         self.checksums: list[int] = []
-        self.writers = 0
-
-    def count_writers(self) -> int:
-        """Return how often other programs have written to its files so far."""
-        return sum(file.writers() for file in {piece.file for piece in self.pieces})
 
     def check_whole(self) -> None:
         """Raise DiskError if a write of the extent has not ended."""
@@ -63,29 +58,21 @@ class Extent:
             raise DiskError(errno.EIO, f"{path}: a write of {self.nbytes} bytes of state did not end")
 
     def compare(self, first: int, found: list[int]) -> None:
-        """Raise DiskError if another program has changed the extent.
+        """Raise DiskError if the extent has changed since it was written.
 
         first: the number of a request. found: checksums of that request and of the ones after it.
-        No system counts the writes of user code through mappings. So where state was exposed, a difference counts as
-        user code's, unless another program has written to the file, too.
         """
         last = first + len(found)
-        expected = self.checksums[first:last]  # zeros that were exposed have none
+        if self.contents is Contents.OPEN:
+            self.checksums[first:last] = found
+            return
+        expected = self.checksums[first:last]
         differ = next((i for i, each in enumerate(found) if expected[i : i + 1] != [each]), None)
         if differ is None:
             return
-        also = ""
-        if self.contents is Contents.EXPOSED:
-            if self.writers == self.count_writers():
-                self.checksums[first:last] = found
-                return
-            also = (
-                ", and another program has written to the file since user code read state, so that what was saved "
-                "since may be wrong, too"
-            )
         file, offset, nbytes, _ = self.requests[first + differ]
         raise DiskError(
             errno.EIO,
             f"{file.path}: expected what was last written there, found something else in the {nbytes} bytes at byte "
-            f"{offset} (checksums differ){also}",
+            f"{offset} (checksums differ)",
         )

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dos.kernels.extension import load_extension
-from dos.state.disk.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,6 @@ class DiskFile:
             self._use_cache(str(error.strerror))
         with contextlib.suppress(OSError):  # a file system without permissions
             os.fchmod(self.buffered, 0o400)  # other programs of this user cannot truncate it, nor write to it
-        self._watch = Watch(self.path)
 
     @property
     def direct(self) -> bool:
@@ -91,10 +89,6 @@ class DiskFile:
             return False
         self._use_cache(os.strerror(error))
         return True
-
-    def writers(self) -> int:
-        """Return how often other programs have closed the file after opening it for writing; see `Watch`."""
-        return self._watch.count()
 
     def free_bytes(self) -> int:
         """Return the bytes of the file that are not in use."""
@@ -179,7 +173,6 @@ class DiskFile:
 
     def close(self, *, remove: bool) -> None:
         """Close the file. remove: whether to remove it, too; mappings keep its bytes."""
-        self._watch.close()
         if remove:
             with contextlib.suppress(OSError):  # the file or its file system was removed
                 self.path.unlink()

@@ -123,30 +123,29 @@ class DiskSpace:
             buffer.zero_()
             return
         extent.check_whole()
-        # Counted before the read: a program that writes meanwhile is then noticed the next time.
-        writers = extent.count_writers()
         extent.compare(0, self._transfer(extent.requests, address, write=False))
-        extent.writers = writers
 
-    def expose(self, extent: Extent, start: int, nbytes: int, address: int) -> None:
-        """Map bytes of an extent, from `start` on, over the memory at this address, where user code may read and write.
+    def expose(self, extent: Extent, start: int, nbytes: int, address: int, *, writable: bool = False) -> None:
+        """Map bytes of an extent, from `start` on, over the memory at this address.
 
-        start, address: multiples of PAGE; nbytes is rounded up to one. Call `sync_mappings()` before the next read, and
-        `hide()` before the next write or `expose()` after it. Raises DiskError, also if the file has other bytes than
-        we or user code have written, and OSError if the system refuses the mapping.
+        start, address: multiples of PAGE; nbytes is rounded up to one. writable: whether it may be written there. Call
+        `sync_mappings()` before the next read, and `hide()` before the next write or `expose()` after it. Raises
+        DiskError, also if the file has other bytes than were written, and OSError if the system refuses the mapping.
         """
         self._check_process()
         extent.check_whole()
         for piece in extent.pieces:
             piece.file.check_size()
-        writers = extent.count_writers()
-        if extent.contents is Contents.ZEROS:
-            # Another extent may have left bytes there. Beyond `used_to` the file has zeros.
-            if any(offset < file.used_to for file, offset, *_ in extent.pieces):
-                self.write(extent, _memory(extent.nbytes))
-        elif extent.contents is not Contents.EXPOSED or extent.writers != writers:
+        # Zeros that are shown need checksums. Another extent may have left bytes there; beyond `used_to` are zeros.
+        used = any(offset < file.used_to for file, offset, *_ in extent.pieces)
+        if extent.contents is Contents.ZEROS and (used or not writable):
+            self.write(extent, _memory(extent.nbytes))
+        if extent.contents is Contents.WRITTEN:
             self._look_through(extent)
-        extent.contents, extent.writers = Contents.EXPOSED, writers
+        if writable:
+            extent.contents = Contents.OPEN
+        elif extent.contents is not Contents.OPEN:
+            extent.contents = Contents.SHOWN
         stop = start - -nbytes // PAGE * PAGE
         for file, offset, length, first in extent.pieces:
             begin, end = max(start, first), min(stop, first + length)
@@ -154,8 +153,8 @@ class DiskSpace:
                 file.expose(offset + begin - first, end - begin, address + begin - start)
 
     def sync_mappings(self, extent: Extent) -> None:
-        """Make user code's writes to an exposed extent visible to the next read. Raises DiskError."""
-        if extent.contents is Contents.EXPOSED:
+        """Make writes through mappings of an extent visible to the next read. Raises DiskError."""
+        if extent.contents in (Contents.SHOWN, Contents.OPEN):
             for file in {piece.file for piece in extent.pieces}:
                 file.sync_mappings()
 

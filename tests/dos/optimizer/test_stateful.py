@@ -524,6 +524,13 @@ class Lockstep(RuleBasedStateMachine):
                     entry[key].data.copy_(value)
                 case _:
                     entry[key].copy_(value)
+        self._load_written()
+
+    def _load_written(self) -> None:
+        """State on disk can only be read, unless what is written is loaded."""
+        if self.disk is not None:
+            optimizer = self.runs[-1].optimizer
+            optimizer.load_state_dict(optimizer.state_dict())
 
     @rule(micro_batch=MICRO_BATCHES, key=st.sampled_from(["exp_avg", "exp_avg_sq"]))
     def replace_in_entries_of_before(self, micro_batch: MicroBatch, key: str) -> None:
@@ -563,6 +570,7 @@ class Lockstep(RuleBasedStateMachine):
                 write(self.adamw, p)
         for moment in itertools.chain.from_iterable(views or [run.moments() for run in self.runs]):
             moment.mul_(0.5)
+        self._load_written()
         self.step()
 
     def begin_anew(self) -> None:

@@ -1,4 +1,4 @@
-"""State on disk that users read and write where it is mapped."""
+"""State on disk that users read, and that loading writes, where it is mapped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dos.state.disk import PAGE, DiskError, DiskSpace, Extent, watch
+from dos.state.disk import PAGE, DiskError, DiskSpace, Extent
 from dos.state.disk import space as space_module
 from tests.support.disk import change, files, give_rates, pages, read_through_cache, reads
 
@@ -28,10 +28,10 @@ def space(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return space
 
 
-def shown(space: DiskSpace, extent: Extent) -> Tensor:
+def shown(space: DiskSpace, extent: Extent, *, writable: bool = True) -> Tensor:
     """A view of all of it."""
     view = pages(SIZE, seed=98)
-    space.expose(extent, 0, SIZE, view.data_ptr())
+    space.expose(extent, 0, SIZE, view.data_ptr(), writable=writable)
     return view
 
 
@@ -55,7 +55,7 @@ def test_views_that_stay_have_what_is_written_later(space: DiskSpace) -> None:
     for seed in range(4):
         space.write(extent, contents := pages(SIZE, seed))
         assert torch.equal(view, contents)
-        space.expose(extent, 0, SIZE, view.data_ptr())
+        space.expose(extent, 0, SIZE, view.data_ptr(), writable=True)
         view.add_(1)  # its pages wait for being written when the next write comes
         space.sync_mappings(extent)
         assert reads(space, extent, contents + 1)
@@ -85,7 +85,7 @@ def test_a_part_is_shown_at_its_place(space: DiskSpace) -> None:
     space.write(extent, contents := pages(SIZE, 1))
     around = pages(12 * PAGE, 2)
     before = around.clone()
-    space.expose(extent, 4 * PAGE, 6 * PAGE + 10, around[2 * PAGE :].data_ptr())
+    space.expose(extent, 4 * PAGE, 6 * PAGE + 10, around[2 * PAGE :].data_ptr(), writable=True)
     assert torch.equal(around[2 * PAGE : 9 * PAGE], contents[4 * PAGE : 11 * PAGE])
     assert torch.equal(around[: 2 * PAGE], before[: 2 * PAGE])
     assert torch.equal(around[9 * PAGE :], before[9 * PAGE :])
@@ -107,7 +107,7 @@ def test_an_extent_never_written_shows_zeros(space: DiskSpace, used: bool) -> No
         space.release(other)
     (extent,) = space.allocate([SIZE])
     view = pages(PAGE, 2)
-    space.expose(extent, PAGE, PAGE, view.data_ptr())
+    space.expose(extent, PAGE, PAGE, view.data_ptr(), writable=True)
     assert not view.any()
     view[5] = 6
     expected = pages(SIZE)
@@ -142,36 +142,20 @@ def test_contents_that_something_else_changed_are_not_shown(space: DiskSpace, pl
     assert torch.equal(shown(space, other), contents)
 
 
-@pytest.mark.parametrize("shows", [True, False])
-@pytest.mark.parametrize("user_writes", [True, False])
-def test_writes_of_another_program_are_noticed(space: DiskSpace, user_writes: bool, shows: bool) -> None:
-    """It is noticed before state is read or shown again."""
+@pytest.mark.parametrize("written", [True, False])
+def test_what_is_shown_may_not_change(space: DiskSpace, written: bool) -> None:
+    """By whoever it is; zeros, too, of an extent that was never written."""
     extent, other = space.allocate([SIZE, SIZE])
-    for each in (extent, other):
-        space.write(each, pages(SIZE, 1))
-    view, beside = shown(space, extent), shown(space, other)
-    if user_writes:
-        view[5 * PAGE] += 1
-    disturb(extent, 9 * PAGE)
-    with pytest.raises(DiskError, match="another program has written to the file since user code read state"):
-        shown(space, extent) if shows else read(space, extent)
-    space.expose(other, 0, SIZE, beside.data_ptr())
-    beside[7] += 1  # after the other program
-    assert torch.equal(read(space, other), beside)
-
-
-def test_a_system_that_does_not_tell_of_other_programs(space: DiskSpace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What differs is taken for user code's, whose writes must count."""
-    monkeypatch.setattr(watch._libc, "inotify_init1", lambda flags: -1)
-    folder = space.allocate([PAGE])[0].pieces[0].file.folder
-    space.close()
-    space = DiskSpace([folder])
-    (extent,) = space.allocate([SIZE])
-    space.write(extent, pages(SIZE, 1))
-    view = shown(space, extent)
-    view[3] += 1
-    disturb(extent, 9 * PAGE)
+    if written:
+        space.write(extent, pages(SIZE, 1))
+    view, beside = (shown(space, each, writable=False) for each in (extent, other))
     assert torch.equal(read(space, extent), view)
+    disturb(extent, 9 * PAGE)
+    with pytest.raises(DiskError, match="checksums differ"):
+        read(space, extent)
+    beside[7] += 1
+    with pytest.raises(DiskError, match="checksums differ"):
+        read(space, other)
 
 
 def test_nothing_waits_for_what_was_not_shown(space: DiskSpace, monkeypatch: pytest.MonkeyPatch) -> None:
