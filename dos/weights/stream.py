@@ -109,7 +109,7 @@ class WeightStream:
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
         self._graphs = 0
         self._evaluated = False
-        """Whether no backward has ended since the last forward."""
+        """Whether no backward has ended since the last forward has begun, or ended."""
         self._autocast = False
         self._handles = [
             model.register_forward_pre_hook(module_hook(model, self._begin), prepend=True),
@@ -218,8 +218,9 @@ class WeightStream:
     @hook
     def _begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
+        self._graphs += torch.is_grad_enabled()
         if in_backward():
-            return  # the model itself is recomputed
+            return  # the model itself is recomputed, in a reentrant checkpoint, whose forward made no graph
         self._refuse_compiled()
         if self._forwards and not runs_within_itself(model):
             self._forwards = 0  # Ctrl-C has ended the last forward, and torch calls no hook then
@@ -227,7 +228,6 @@ class WeightStream:
             self._set_homes()
             self._begin_order()
         self._forwards += 1
-        self._graphs += torch.is_grad_enabled()
         self._last_run = None
 
     def _begin_order(self) -> None:
@@ -239,6 +239,7 @@ class WeightStream:
             if block not in self._first or block.stale or self._evaluated:
                 self._release_within(block)
         self._order, self._last_run = {}, None
+        self._evaluated = True  # from now on: Ctrl-C may end the forward, of which no hook tells
 
     @hook
     def _end(self, _: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dos import DOSAdam
+from dos.weights.stream import WeightStream
 from tests.support.blocks import RUNS, inputs, loss, net, recomputed, start, train
 from tests.support.devices import Watched
 from tests.support.inside import StoppedError, session_of
@@ -56,7 +57,11 @@ def test_the_block_before_one_that_runs_twice_in_a_row_is_fetched_while_that_is_
     assert begun[1] == [1, 0]
 
 
-@pytest.mark.parametrize("run", [twice_in_a_row, twice_within(False), twice_within(True)])
+def recomputed_in_a_row(block: nn.Module, x: Tensor) -> Any:
+    return checkpoint(lambda y: block(block(y)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("run", [twice_in_a_row, twice_within(False), twice_within(True), recomputed_in_a_row])
 def test_blocks_that_run_twice_are_released_as_others_are(run: Any, optimizers: list[DOSAdam]) -> None:
     model = Stack(Parts, run)
     device = watched(model, optimizers)
@@ -94,7 +99,30 @@ def test_a_backward_that_raised_keeps_no_block_in_the_next_one(optimizers: list[
     assert device.most == 3  # with one that was fetched ahead
 
 
-@pytest.mark.parametrize("run", [recomputed, RUNS[1]])
+class Again(torch.autograd.Function):
+    """Runs a block again in backward, on the leaf itself if its input is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.x, ctx.block = x, block
+        with torch.no_grad():
+            found: Tensor = block(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.x if ctx.x.is_leaf else ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, slopes[0])
+        return None if ctx.x.is_leaf else x.grad, None
+
+
+def again(block: nn.Module, x: Tensor) -> Any:
+    return Again.apply(x, block)
+
+
+@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], recomputed, again])
 def test_inputs_that_user_code_keeps_get_no_hooks_for_good(run: Callable[..., Any]) -> None:
     """Such as a prompt that is trained: one hook for each iteration would run in each."""
 
@@ -105,7 +133,9 @@ def test_inputs_that_user_code_keeps_get_no_hooks_for_good(run: Callable[..., An
             model.first = nn.Identity()
             optimizer, prompt.grad = start(model, weights), None
             for _ in range(3):
-                model(prompt).square().mean().backward()
+                found = model(prompt).square().mean()
+                assert not prompt._backward_hooks
+                found.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             ends.append([*everything(model, optimizer), *bits([prompt.grad])])
@@ -113,12 +143,30 @@ def test_inputs_that_user_code_keeps_get_no_hooks_for_good(run: Callable[..., An
         assert ends[0] == ends[1]
 
 
-def test_a_model_that_backward_recomputes_whole_makes_one_micro_batch() -> None:
+def test_a_backward_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks it uses."""
+    model, ended, ends = net(run=recomputed), list[int](), WeightStream._backward_ends
+    optimizer = start(model, 0)
+
+    def end(stream: WeightStream, number: int) -> None:
+        ended.append(number)
+        ends(stream, number)
+
+    monkeypatch.setattr(WeightStream, "_backward_ends", end)
+    for step in range(2):
+        loss(model, step).backward()
+    optimizer.step()
+    assert len(ended) == len(set(ended)) == 2
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_model_that_is_checkpointed_whole_makes_one_micro_batch(use_reentrant: bool) -> None:
     model = net()
     optimizer = start(model, 0)
     for step in range(2):
         for number in range(2):
-            checkpoint(model, inputs(2 * step + number, model), use_reentrant=False).float().sum().backward()
+            x = inputs(2 * step + number, model).requires_grad_()
+            checkpoint(model, x, use_reentrant=use_reentrant).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert session_of(optimizer).on_device.facts().workload.micro_batches == 2
