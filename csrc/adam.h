@@ -14,6 +14,10 @@
 // Read as a signed number, `rest` is the error of rounding, so the master is (param << 16) + rest, the
 // same as above. Both are read, updated as one by the same rule, and written, in the same pass.
 // A parameter that was set to 0 may have a negative rest from an earlier value; it counts as 0.
+//
+// With `takes_written`, `out` has the parameter as the caller knows it. Where the old `param`, rounded, is another, user
+// code has written to the parameter, and `param` first becomes that: the float16 or float32 itself; of a bfloat16 the
+// upper half, and the lower one stays, as with `rest`.
 #pragma once
 
 #include <cstdint>
@@ -57,6 +61,7 @@ struct AdamArrays {
   DType grad_type;
   DType param_type;
   DType out_type;
+  int64_t takes_written;  // 0 or 1; requires `out`
 };
 
 // One run of elements, in 8-byte words: the rows of the table that dos/kernels/update.py keeps.

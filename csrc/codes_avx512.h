@@ -10,6 +10,7 @@
 #include <immintrin.h>
 
 #include "update_avx512.h"
+#include "written.h"
 
 namespace dos {
 namespace {
@@ -31,6 +32,12 @@ class CodedUpdate {
       const int64_t made = group < end ? end_of_block(group, end, kGroup) - group : 0;
       const int64_t left = group > begin ? end_of_block(group - kGroup, end, kGroup) - (group - kGroup) : 0;
       const int64_t both = made < left ? made : left;
+      if constexpr (!__is_same(Out, None)) {
+        if (arrays_.takes_written && made > 0) {
+          take_written<Out>(static_cast<float*>(arrays_.param), static_cast<const typename Out::Stored*>(arrays_.out),
+                            group, group + made);
+        }
+      }
       pass<true, true>(group, 0, both, now, before);
       pass<true, false>(group, both, made, now, before);
       pass<false, true>(group, both, left, now, before);

@@ -22,15 +22,24 @@ inline float float_of(uint32_t bits) {
 // The result of an operation on two NaNs depends on the operand order that the compiler chose.
 inline float canonical(float x) { return x == x ? x : float_of(0x7FC00000u); }
 
-// Conversions: load returns a float, store takes a canonical one and rounds to nearest, ties to even.
+// Conversions: load returns a float, store takes a canonical one and rounds to nearest, ties to even; taken returns a
+// master that user code has replaced by a parameter of this type.
 struct Float32 {
   using Stored = float;
   static float load(float x) { return x; }
   static float store(float x) { return x; }
+  static float taken(float, float x) { return x; }
 };
 
 struct BFloat16 {
   using Stored = uint16_t;
+  static float taken(float master, uint16_t h) { return with_rest(h, static_cast<int16_t>(bits_of(master))); }
+  // See adam.h, also for 0.
+  static float with_rest(uint16_t upper, int16_t rest) {
+    const int16_t least = static_cast<uint16_t>(upper + upper) == 0 ? 0 : -0x8000;
+    const int16_t kept = rest > least ? rest : least;
+    return float_of((static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(static_cast<int32_t>(kept)));
+  }
   static float load(uint16_t h) { return float_of(static_cast<uint32_t>(h) << 16); }
   static uint16_t store(float x) {
     const uint32_t bits = bits_of(x);
@@ -48,6 +57,7 @@ struct BFloat16 {
 
 struct Float16 {
   using Stored = uint16_t;
+  static float taken(float, uint16_t h) { return load(h); }
   static float load(uint16_t h) {
     const uint32_t magnitude = h & 0x7FFFu;
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000u) << 16;
@@ -76,11 +86,7 @@ struct None {
 // A float32 as its bfloat16 and a rest; see adam.h.
 struct Split {
   using Stored = uint16_t;
-  static float load(uint16_t upper, int16_t rest) {
-    const int16_t least = static_cast<uint16_t>(upper + upper) == 0 ? 0 : -0x8000;
-    const int16_t kept = rest > least ? rest : least;
-    return float_of((static_cast<uint32_t>(upper) << 16) + static_cast<uint32_t>(static_cast<int32_t>(kept)));
-  }
+  static float load(uint16_t upper, int16_t rest) { return BFloat16::with_rest(upper, rest); }
 };
 
 // Moments in codes of 8 bits, by blocks of kScaled elements that share a scale, as dos/kernels/codes.py

@@ -8,6 +8,7 @@
 #include "blocks.h"
 #include "formats.h"
 #include "kernels.h"
+#include "written.h"
 #if defined(__AVX512BW__)
 #include "codes_avx512.h"
 #endif
@@ -18,6 +19,20 @@
 namespace dos {
 namespace {
 
+#if defined(__AVX512BW__)
+constexpr bool kRoundsHalf = true;
+
+inline void round_half(const float* __restrict values, uint16_t* __restrict out, int64_t begin, int64_t end) {
+  for (; begin + 32 <= end; begin += 32) Vectors<Float16>::store(out + begin, Vectors<Float32>::load(values + begin));
+  for (; begin < end; ++begin) out[begin] = Float16::store(values[begin]);
+}
+#else
+constexpr bool kRoundsHalf = false;
+
+template <class Out>
+void round_half(const float*, Out*, int64_t, int64_t) {}
+#endif
+
 template <class Grad, class Param, class Out, bool kAmsgrad, bool kL2, bool kCodes>
 void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, int64_t end) {
   const auto* __restrict grad = static_cast<const typename Grad::Stored*>(arrays.grad);
@@ -26,6 +41,8 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
   int16_t* __restrict rest = arrays.rest;
   constexpr bool kSplit = __is_same(Param, Split);
+  // The processor's own rounding of a part that was just updated is faster than that which compilers can vectorise.
+  constexpr bool kRoundedLater = kRoundsHalf && __is_same(Out, Float16);
 #if defined(__AVX512BW__)
   if constexpr ((kCodes || kSplit) && !kAmsgrad && !kL2) {
     if (scalars.one_minus_beta1 < 0.5f) {
@@ -71,6 +88,9 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       if constexpr (kAmsgrad) prefetch(max_exp_avg_sq, part);
       if constexpr (!__is_same(Out, None)) prefetch(out, part);
       if constexpr (kSplit) prefetch(rest, part);
+      if constexpr (!__is_same(Out, None)) {
+        if (arrays.takes_written) take_written<Out>(param, out, part, stop - part < kBlock ? stop : part + kBlock);
+      }
       const auto update = [&](int64_t count) __attribute__((always_inline)) {
 #pragma omp simd
         for (int64_t j = 0; j < count; ++j) {
@@ -117,7 +137,7 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
             param[i] = Param::store(p);
             if constexpr (__is_same(Out, BFloat16)) {
               out[i] = BFloat16::store_off_tie(p);
-            } else if constexpr (!__is_same(Out, None)) {
+            } else if constexpr (!__is_same(Out, None) && !kRoundedLater) {
               out[i] = Out::store(p);
             }
           }
@@ -125,6 +145,7 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       };
       // A loop of known length is the faster one.
       kCodes || stop - part >= kBlock ? update(kBlock) : update(stop - part);
+      if constexpr (kRoundedLater) round_half(param, out, part, stop - part < kBlock ? stop : part + kBlock);
     }
     if constexpr (kCodes) {
       Codes::encode(blocks, exp_avg, roots, drawn, mean_codes + block, arrays.exp_avg_scale + block / kScaled,

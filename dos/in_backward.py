@@ -394,7 +394,8 @@ class InBackward:
             self._setting = group, record.count, setting
             if setting == len(self._settings):
                 self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
-        return Input(gradient, gradient.data_ptr(), setting, False)
+        own = record.arena.whole_masters and record.master_written
+        return Input(gradient, gradient.data_ptr(), setting, False, master_written=own)
 
     @torch.no_grad()
     def _update(self, run: Run, subgroup: Subgroup) -> None:

@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The floating types of the kernels, in the order of ``DType`` in csrc/adam.h."""
 
 GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = range(9)
-GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(9, 14)
+GRAD_TYPE, PARAM_TYPE, OUT_TYPE, TAKES_WRITTEN, NUMEL, STEP = range(9, 15)
 """The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. A missing array is 0, and its type -1."""
 
 
@@ -98,7 +98,7 @@ class AdamArrays(NamedTuple):
     exp_avg, exp_avg_sq, max_exp_avg_sq: float32; the last one is needed with amsgrad, and left alone without.
         With scales the first two are codes, int8 and uint8; see :mod:`dos.kernels.codes`.
     out: receives the new ``param``, rounded if it is bfloat16 or float16; only with a float32 ``param``, which is
-        kept off ties where this is bfloat16.
+        kept off ties where this is bfloat16. Read only with :meth:`AdamBatch.take_written`.
     rest: the masters' lower halves, int16; only with a bfloat16 ``param`` and without ``out``.
     exp_avg_scale, exp_avg_sq_scale: float32, one for each BLOCK elements, of which there are whole blocks then; not
         with amsgrad.
@@ -159,3 +159,15 @@ def joined(upper: Tensor, rest: Tensor) -> Tensor:
     rounded = upper.view(torch.int16).to(torch.int32) << 16
     bits = rounded + rest
     return torch.where(bits ^ rounded < 0, rounded, bits).view(torch.float32)
+
+
+def taken(master: Tensor, parameter: Tensor) -> Tensor:
+    """Return float32 masters, each that is not the parameter, once rounded, replaced by that.
+
+    A master of a bfloat16 parameter keeps its lower half, because it cannot be known which elements were written where
+    masters are split.
+    """
+    integers = torch.int32 if parameter.dtype == torch.float32 else torch.int16
+    kept = master.to(parameter.dtype).view(integers) == parameter.view(integers)
+    halves = parameter.dtype == torch.bfloat16
+    return torch.where(kept, master, joined(parameter, rest_of(master)) if halves else parameter.float())

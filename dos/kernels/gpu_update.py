@@ -25,11 +25,13 @@ from dos.kernels.adam import (
     PART,
     REST,
     STEP,
+    TAKES_WRITTEN,
     AdamArrays,
     AdamStep,
     joined,
     off_ties,
     rest_of,
+    taken,
     where_there_is_memory,
 )
 from dos.kernels.codes import decode_mean, decode_square, encode, rooted
@@ -82,7 +84,7 @@ class GpuBatch:
                     raise
                 _give_up_triton(error)
         for row in rows:
-            _adam_update_torch(self._arrays(row, step), step)
+            _adam_update_torch(self._arrays(row, step), step, takes_written=bool(row[TAKES_WRITTEN]))
 
     def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
         """Return the arrays to which a row of the table points, which must have a gradient."""
@@ -134,7 +136,7 @@ def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
     # Scales may be misaligned, because no thread loads several at once.
     misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
     keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
-    keys = keys * 2 + (table[:, EXP_AVG_SCALE] != 0)
+    keys = (keys * 2 + (table[:, EXP_AVG_SCALE] != 0)) * 2 + table[:, TAKES_WRITTEN]
     keys = (keys * 4 + table[:, OUT_TYPE] + 1) * 9
     keys += table[:, GRAD_TYPE] * 3 + table[:, PARAM_TYPE]
     keys[(table[:, GRAD] == 0) | (table[:, NUMEL] == 0)] = -1
@@ -204,17 +206,17 @@ def _give_up_triton(error: Exception) -> None:
     _triton_failed = True
 
 
-def _adam_update_torch(arrays: AdamArrays, step: AdamStep) -> None:
+def _adam_update_torch(arrays: AdamArrays, step: AdamStep, *, takes_written: bool = False) -> None:
     """Update by torch operations, on any device; wait for the device only where it runs out of memory."""
     for start in range(0, len(arrays.param), PART):
         part = arrays.slice(start, start + PART)
-        new = where_there_is_memory(functools.partial(_updated, step), *part)
+        new = where_there_is_memory(functools.partial(_updated, step, takes_written), *part)
         for array, values in zip(part, new, strict=True):
             if array is not None and values is not None and array is not part.grad:
                 array.copy_(values)  # of the same type, which needs no memory
 
 
-def _updated(step: AdamStep, *part: Tensor) -> AdamArrays:
+def _updated(step: AdamStep, takes_written: bool, *part: Tensor) -> AdamArrays:
     """Return the result of a run: the formula in torch operations, the reference of csrc/kernels.cpp."""
     # Rounded already, because _fma multiplies in double precision.
     scale, l2, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, inv_bias_correction2_sqrt, eps, step_size = (
@@ -223,6 +225,7 @@ def _updated(step: AdamStep, *part: Tensor) -> AdamArrays:
     grad, param, m, v, most, out, rest, mean_scale, square_scale = run = AdamArrays(*part)
     g = grad.float() * scale
     p = param.float() if rest is None else joined(param, rest)
+    p = taken(p, out) if takes_written and out is not None else p
     if mean_scale is not None and square_scale is not None:
         m, v = decode_mean(m, mean_scale), decode_square(v, square_scale)
     if step.use_l2:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dos.kernels.adam import NUMEL, REST, STEP, AdamArrays, AdamStep
+from dos.kernels.adam import NUMEL, REST, STEP, TAKES_WRITTEN, AdamArrays, AdamStep
 from perfmodel.format import BLOCK as SCALED
 
 _BLOCK = 1024  # elements for one program: eight for each thread, so that 16-bit loads are 16 bytes wide
@@ -48,7 +48,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
     )
     lerp_from_grad = not one_minus_beta1 < 0.5
     numel, count, table, aligned = len(arrays.param), 0, None, False
-    blocks = triton.cdiv(numel, _BLOCK)
+    blocks, takes_written = triton.cdiv(numel, _BLOCK), bool(rows[0, TAKES_WRITTEN])
     if len(rows) > 1:
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0
@@ -76,6 +76,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
         ALIGNED=aligned,
         USE_L2=step.use_l2,
         LERP_FROM_GRAD=lerp_from_grad,
+        TAKES_WRITTEN=takes_written,
         PTX=arrays.param.is_cuda and torch.version.hip is None,  # ROCm's tensors say that they are CUDA's
         BLOCK=_BLOCK,
         num_warps=_WARPS,
@@ -111,6 +112,7 @@ def adam_kernel(
     ALIGNED: tl.constexpr,  # noqa: N803
     USE_L2: tl.constexpr,  # noqa: N803
     LERP_FROM_GRAD: tl.constexpr,  # noqa: N803
+    TAKES_WRITTEN: tl.constexpr,  # noqa: N803
     PTX: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -118,6 +120,7 @@ def adam_kernel(
 
     table: of `count` runs, which are updated instead; the arrays then give only their types.
     ALIGNED: whether all lengths, and all addresses except those of scales, in the table are multiples of 16.
+    TAKES_WRITTEN: whether masters take over what user code has written to `out`; see dos/kernels/adam.py.
     PTX: False under Triton's interpreter and on ROCm, which know no PTX.
     """
     block = tl.program_id(0).to(tl.int64)
@@ -153,6 +156,8 @@ def adam_kernel(
     p = _widened(tl.load(param + index, mask=mask, other=0.0))
     if rest is not None:
         p = _joined(p, tl.load(rest + index, mask=mask, other=0))
+    if TAKES_WRITTEN:
+        p = _taken(p, tl.load(out + index, mask=mask, other=0.0))
     m = tl.load(exp_avg + index, mask=mask, other=0)
     v = tl.load(exp_avg_sq + index, mask=mask, other=0)
     if exp_avg_scale is not None:
@@ -269,6 +274,20 @@ def _joined(upper: tl.tensor, rest: tl.tensor) -> tl.tensor:
     rounded = upper.to(tl.int32, bitcast=True)
     bits = rounded + rest.to(tl.int32)
     return tl.where((bits ^ rounded) < 0, rounded, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _taken(master: tl.tensor, parameter: tl.tensor) -> tl.tensor:
+    rounded = _rounded(_canonical(master), parameter.dtype)
+    written = _widened(parameter)
+    if parameter.dtype == tl.float32:
+        kept = rounded.to(tl.uint32, bitcast=True) == parameter.to(tl.uint32, bitcast=True)
+    else:
+        kept = rounded.to(tl.uint16, bitcast=True) == parameter.to(tl.uint16, bitcast=True)
+        if parameter.dtype == tl.bfloat16:
+            lower = master.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True)
+            written = _joined(written, lower)
+    return tl.where(kept, master, written)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, PARAM, STEP, AdamArrays, AdamStep
+from dos.kernels.adam import FLOATS, GRAD, GRAD_TYPE, OUT, PARAM, STEP, TAKES_WRITTEN, AdamArrays, AdamStep
 from dos.kernels.extension import load_extension
 from dos.kernels.gpu_update import GpuBatch
 from dos.machine.threads import kernel_threads
@@ -69,7 +69,8 @@ class AdamBatch:
             _check_run(run, runs[0].param.device)
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
-        rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
+        types = [[*map(_type, (run.grad, run.param, run.out))] for run in runs]
+        rows = [[*map(_address, run), *kinds, 0, len(run.param), 0] for run, kinds in zip(runs, types, strict=True)]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
 
@@ -93,6 +94,19 @@ class AdamBatch:
             self._table[:, GRAD_TYPE] = [FLOATS.index(dtype) for dtype in dtypes]
             self._dtypes = list(dtypes)
         self._table[:, GRAD] = array("q", addresses)
+
+    def take_written(self, which: Sequence[bool] | None = None) -> None:
+        """Let masters take over the parameters in ``out`` to which user code has written, in each update from now on.
+
+        A master that is the parameter, once rounded, stays as it is; see :func:`dos.kernels.adam.taken`. So ``out``
+        must have the parameters as user code knows them.
+
+        Args:
+            which: for each run, whether to do so; None: for all.
+        """
+        if which is not None:
+            self._check_length("which", which)
+        self._table[:, TAKES_WRITTEN] = self._table[:, OUT] != 0 if which is None else which
 
     def update(
         self,

@@ -55,7 +55,8 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
             assert mine is not None, "each record has one"
             gradient = mine if number < active.settled else record.flat_gradient(mine)
         written = number >= active.settled and record.changed()
-        gradients[record.number] = Input(gradient, gradient.data_ptr(), setting, written, record.fresh)
+        own = record.arena.whole_masters and record.master_written
+        gradients[record.number] = Input(gradient, gradient.data_ptr(), setting, written, record.fresh, own)
     updates = {}
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
         there = offloaded.enabled and subgroup.arena.accelerated

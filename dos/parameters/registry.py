@@ -302,6 +302,8 @@ class Registry:
         for record in records:
             if not record.saw(replaced=False):  # the next step takes the values that user code has put there
                 record.follow_sharing()
+            if record.arena.whole_masters:
+                record.saw_master()
         self.watch_bits(records)
 
     def watch_bits(self, records: Collection[ParameterRecord]) -> None:

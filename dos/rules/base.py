@@ -40,6 +40,13 @@ class Batch(Protocol):
         Each address has as many elements as the run; see `dos.torch_internals.operators.tensor_at`.
         """
 
+    def take_written(self, which: Sequence[bool] | None = None) -> None:
+        """Let each update first replace masters that, rounded, are not the parameter in `out`, by `kernels.adam.taken`.
+
+        User code has written to that parameter. which: for each run, whether to do so; None: for all. Lasts; False at
+        first. Called where there are masters.
+        """
+
     def choose(self, settings: Sequence[Any], which: Sequence[int] | None = None) -> None:
         """Set the index of the step's settings for each run; None: 0 for all. Called after `point`."""
 

@@ -95,6 +95,7 @@ class Arena:
     gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
     parameter: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
         master, or half of it, the next update on the host reads it here.
+    whole_masters: whether each parameter has a master of which it is no half.
     weights: whether `parameter` is the home of the parameters themselves.
     streams: whether they are at home now, and on the device only while their block computes. reading: the last copy of
         them to the device.
@@ -121,6 +122,7 @@ class Arena:
         self.device = device
         self.rule = rule
         self.format = state
+        self.whole_masters = state.master is not None  # each step asks for each parameter
         self.weights, self.streams = weights, False
         self.reading: Job | None = None
         self._part = -(-part // self.format.block) * self.format.block

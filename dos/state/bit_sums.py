@@ -66,7 +66,6 @@ class BitSums:
         self._differs = torch.empty(rows * COLUMNS + rests, dtype=torch.bool, device=flat.device)
         self.known = set[Piece]() if before is None else set(before.comparable(pieces))
         self.compared: set[Piece] = set()
-        self._ever: Tensor | None = None
         self._answers: dict[int, Tensor] = {}
         if before is not None:
             self._before = before._sums, before._rests  # held: another queue may have allocated them, this one reads
@@ -102,26 +101,23 @@ class BitSums:
         self.known.update(pieces)
         self.compared.clear()
 
-    def compare(self, pieces: Collection[Piece], answer: int, *, ever: bool = False) -> None:
+    def forget(self, pieces: Iterable[Piece]) -> None:
+        """Forget the bits of these pieces, which are updated without `remember`."""
+        self.known.difference_update(pieces)
+        self.compared.difference_update(pieces)
+
+    def compare(self, pieces: Collection[Piece], answer: int) -> None:
         """Compare the bits of these pieces with those remembered; see `other`.
 
-        answer: a number for each answer that must last while others are given. ever: whether the answer keeps what
-        earlier ones have found.
+        answer: a number for each answer that must last while others are given.
         """
-        if ever:
-            # Else it would keep, too, how pieces that are not compared now differed long ago.
-            self._sums[1].copy_(self._sums[0])
-            self._rests[1].copy_(self._rests[0])
         self._write(1, pieces)
         sums = self._sums[0].numel()
         torch.ne(self._sums[0].view(-1), self._sums[1].view(-1), out=self._differs[:sums])
         torch.ne(*self._rests, out=self._differs[sums:])
-        differs = self._differs
-        if ever:
-            differs = self._ever = differs.clone() if self._ever is None else self._ever.logical_or_(differs)
         if answer not in self._answers:
-            self._answers[answer] = _on_host(len(differs), pinned=differs.device.type != "cpu")
-        self._answers[answer].copy_(differs, non_blocking=True)
+            self._answers[answer] = _on_host(len(self._differs), pinned=self._differs.device.type != "cpu")
+        self._answers[answer].copy_(self._differs, non_blocking=True)
 
     def _write(self, place: int, pieces: Iterable[Piece]) -> None:
         targets, sources = list[Tensor](), list[Tensor]()

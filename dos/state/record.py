@@ -15,7 +15,7 @@ from dos.state.arena import Arena, State, as_transport_dtype
 from dos.state.own_storage import with_own_storage
 from dos.torch_internals.dtensors import local_tensor
 from dos.torch_internals.tensors import is_zero_tensor, storage_address, version_counter
-from perfmodel.format import scale_shape
+from perfmodel.format import MASTER_KEY, scale_shape
 
 
 class ParameterRecord:
@@ -42,6 +42,7 @@ class ParameterRecord:
     # Of the class until they differ: CPython 3.11 keeps 30 attributes of an instance beside it. Of one that has more it
     # looks all up in a dictionary, which makes a step of many small parameters a third longer.
     written_late = False
+    _master_version = 0
     _storage: torch.UntypedStorage | None = None
 
     def __init__(self, parameter: Tensor, arena: Arena, offset: int, number: int = 0) -> None:
@@ -202,6 +203,17 @@ class ParameterRecord:
         self.version = version(self.parameter) if self.wrapped else version_counter(p)
         self.data_ptr, self._strides = address, p.stride()
         return True
+
+    @property
+    def master_written(self) -> bool:
+        """Whether user code wrote to the whole master in `views` since `saw_master`."""
+        master = self.views.get(MASTER_KEY)
+        return master is not None and version(master) != self._master_version
+
+    def saw_master(self) -> None:
+        """Remember the whole master's version, if there is one."""
+        if MASTER_KEY in self.views:
+            self._master_version = version(self.views[MASTER_KEY])
 
     def saw_bits(self) -> None:
         """Remember the parameter's bits, too, because the next update may read a copy of it."""

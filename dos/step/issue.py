@@ -338,13 +338,9 @@ class Step:
         def launch(after: Sequence[Job]) -> Job:
             # Before the device records the start, so that the host's time does not count as the kernel's.
             update = prepare_updates(updates)
-            if self._unseen is None:
-                return self._device.launch(i, update, task.size, after, reads, name)
-            update, before, queued = self._unseen.around([each.update for each in updates], update)
-            # The comparison before the update and the sums behind it use memory that these jobs use.
-            job = self._device.launch(i, update, task.size, [*after, *self._early, *before], reads, name)
-            queued(job)
-            return job
+            vain = () if self._unseen is None else self._unseen.before_update([each.update for each in updates])
+            # Comparisons still read the parameters.
+            return self._device.launch(i, update, task.size, [*after, *self._early, *vain], reads, name)
 
         job = self._issue(task.stream, launch, after)
         done = _issued(job)

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from dos.devices import Device, Job, Mark
+from dos.devices import Device, Job
 from dos.state.bit_sums import BitSums
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.work import SubgroupUpdate
 from perfmodel import Op
 
-_FIRST, _LAST, _DEVICE = range(3)
-"""The answers: behind the gradients, behind all that user code has queued before `step()`, and before updates on the
-device, several of which may be in flight."""
+_FIRST, _LAST = range(2)
+"""The answers: behind the gradients, and behind all that user code has queued before `step()`."""
 
 LOST = (
     "user code wrote to parameters ({}, the first of shape {}) in a way that raises no version counter, as through "
-    ".data or NumPy, and their updates, which had begun or read masters, have overwritten the new values; write under "
+    ".data or NumPy, after their gradients had left, and their updates have overwritten the new values; write under "
     "torch.no_grad(), or call torch.autograd.graph.increment_version(parameters) after such writes, before step()"
 )
 
@@ -35,7 +34,6 @@ class _Confirmation(NamedTuple):
     sums: BitSums
     pieces: Collection[Piece]
     job: Job
-    answer: int
 
 
 class UnseenWrites:
@@ -51,12 +49,11 @@ class UnseenWrites:
     # compared once more behind the caller's work (`confirm`), in case user code writes in between: that is known too
     # late for the update, which may run already, so it is said (`lost`), and such a parameter is not sent early again.
     # Offloaded gradients are compared at the first of them, all subgroups at once (`compare_early`).
-    # It is said, too, where the device updates whole masters (`around`): the host queues that update before it knows.
+    # An update on the device itself takes over what was written, also to whole masters, and forgets the sums.
     def __init__(self, device: Device) -> None:
         self._device = device
         self._sums: dict[Subgroup, BitSums] = {}
         self._confirmations: list[_Confirmation] = []
-        self._on_device: dict[BitSums, _Confirmation] = {}
         self._taken: set[Piece] = set()
         """The pieces taken over in the last step."""
         self.early: Sequence[Job] = ()
@@ -132,44 +129,25 @@ class UnseenWrites:
 
     def _confirm(self, number: int, sums: BitSums, pieces: Collection[Piece], after: Sequence[Job]) -> Job:
         job = self._device.copy(Op.GRADIENT, number, [], after, partial(sums.compare, pieces, _LAST))
-        self._confirmations.append(_Confirmation(sums, pieces, job, _LAST))
+        self._confirmations.append(_Confirmation(sums, pieces, job))
         return job
 
-    def around(
-        self, updates: Iterable[SubgroupUpdate], apply: Callable[[], None]
-    ) -> tuple[Callable[[], None], Sequence[Job], Callable[[Job], None]]:
-        """Return `apply`, which updates on the device, with comparisons before it and sums behind, of whole masters.
+    def before_update(self, updates: Iterable[SubgroupUpdate]) -> Sequence[Job]:
+        """Return jobs that must end before the device updates these parameters, whose bits are forgotten.
 
-        Returns, too, jobs that must end before, and a function to be called with the job.
+        The update itself takes over what user code has written.
         """
-        masters = [update for update in updates if not update.subgroup.arena.reads_parameters]
-        masters = [update for update in masters if not update.subgroup.arena.streams]
-        if not masters:
-            return apply, (), lambda job: None
-        found = [(update, sums) for update in masters if (sums := self._sums.get(update.subgroup)) is not None]
-        known = [(sums, sums.comparable(update.copied_pieces)) for update, sums in found]
-        known = [(sums, pieces) for sums, pieces in known if pieces]
-        # Gradients sent in vain were compared in the same memory. An empty job ends after all copies of gradients.
-        vain = any(sums.compared for _, sums in found)
-        before = [self._device.copy(Op.GRADIENT, 0, [])] if vain else []
-
-        def compared() -> None:
-            for sums, pieces in known:
-                sums.compare(pieces, _DEVICE, ever=True)
-            apply()
-            for update in masters:
-                self.remember(update)()
-
-        def queued(job: Job) -> None:
-            self._on_device |= {sums: _Confirmation(sums, pieces, job, _DEVICE) for sums, pieces in known}
-
-        return compared, before, queued
+        found = [(sums, update.pieces) for update in updates if (sums := self._sums.get(update.subgroup)) is not None]
+        vain = any(sums.compared for sums, _ in found)
+        for sums, pieces in found:
+            sums.forget(pieces)
+        # Comparisons of gradients that were sent in vain read the parameters. An empty job ends after all of them.
+        return [self._device.copy(Op.GRADIENT, 0, [])] if vain else ()
 
     def found(self, update: SubgroupUpdate) -> list[Piece]:
         """Return the pieces of the update to which user code may have written unseen, once the comparisons have ended.
 
-        Of parameters that are their masters those of which nothing is known are among them: to take these over changes
-        nothing where nothing was written.
+        Those of which nothing is known are among them: to take these over changes nothing where nothing was written.
         """
         subgroup = update.subgroup
         copied, sums = update.copied_pieces, self._sums.get(subgroup)
@@ -177,9 +155,9 @@ class UnseenWrites:
         other = sums.other(compared, _FIRST) if sums is not None and compared else set()
         # Pieces without a gradient in this step have to be fetched in their next one, which compares them again.
         subgroup.newest.difference_update(other)
-        # User code may have written to a master: only if the parameter was written to does that come first.
-        unknown = subgroup.arena.reads_parameters
-        return [piece for piece in copied if piece in other or (unknown and piece not in compared)]
+        # Not where user code has written to the master: only if the parameter was written to does that come first.
+        kept = {piece for piece, given in update.items if given.master_written}
+        return [piece for piece in copied if piece in other or (piece not in compared and piece not in kept)]
 
     def take_over(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> None:
         """Fetch the parameters to which user code may have written, before the host updates. Blocks if there are any.
@@ -198,18 +176,11 @@ class UnseenWrites:
         confirmations, self._confirmations = self._confirmations, []
         taken, self._taken = self._taken, set()
         records: dict[ParameterRecord, None] = {}
-        # The jobs of a device that is queued for can be asked as marks can.
-        ended = {sums: each for sums, each in self._on_device.items() if cast(Mark, each.job).at() is not None}
-        for sums in ended:
-            del self._on_device[sums]
-        for sums, pieces, job, answer in (*confirmations, *ended.values()):
+        for sums, pieces, job in confirmations:
             job.wait()  # the host reads its answer
-            found = sums.other(pieces, answer)
-            records |= dict.fromkeys(piece.record for piece in (found - taken if answer == _LAST else found))
+            records |= dict.fromkeys(piece.record for piece in sums.other(pieces, _LAST) - taken)
         return list(records)
 
     def forget(self, subgroup: Subgroup) -> None:
         """Forget a subgroup whose parameters are forgotten. Nothing may be in flight."""
-        sums = self._sums.pop(subgroup, None)
-        if sums is not None:
-            self._on_device.pop(sums, None)
+        self._sums.pop(subgroup, None)

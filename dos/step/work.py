@@ -29,6 +29,7 @@ class Input(NamedTuple):
     setting: the index of its settings among those of the step.
     parameter_written: whether user code wrote to the parameter since our last step, so that its master follows first.
     fresh: whether its state is still zero: the master is the parameter, and the rest is zero.
+    master_written: whether user code wrote to its whole master, which then is used as it is.
     """
 
     values: Tensor
@@ -36,6 +37,7 @@ class Input(NamedTuple):
     setting: int
     parameter_written: bool
     fresh: bool = False
+    master_written: bool = False
 
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -189,6 +191,7 @@ class SubgroupUpdate:
         gradient_buffer: the buffer of `fetch_gradients`, if the gradients are offloaded.
         """
         batch = self._batch("with parameters", state, self.weights)
+        self._take_written(batch)
         if gradient_buffer is None:
             self._point(batch)
         else:
@@ -213,6 +216,8 @@ class SubgroupUpdate:
             for piece in self._with_rests():
                 correct_rest(state.rest[piece.run], self._staged(piece))
         batch = self._batch("at home", state, self.on_host.parameter)
+        if self.subgroup.arena.streams:
+            self._take_written(batch)
         if self.offloaded:
             self._point(batch)
         else:
@@ -284,6 +289,12 @@ class SubgroupUpdate:
         master = self.on_host.state.master
         if master is not None:
             self._follow(master, self._staged)
+
+    def _take_written(self, batch: Batch) -> None:
+        """Let whole masters take over what user code has written to parameters that the update itself writes."""
+        if self.subgroup.arena.whole_masters:
+            kept = {piece for piece, given in self.items if given.master_written}
+            batch.take_written([piece not in kept for piece in self.subgroup.pieces] if kept else None)
 
     def _point(self, batch: Batch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
         """Set the gradient and the settings of each run of the batch.

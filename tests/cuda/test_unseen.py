@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dos import DOSAdam
 from dos.sharding.fingerprint import COLUMNS
@@ -53,9 +54,33 @@ def test_writes_count(dtype: torch.dtype, policy: Any, mode: str, settings: dict
     assert ends(dtype, make, **given) == (ends(dtype, make, counted=True, **given)[0], [])
 
 
-@HALF
-def test_what_whole_masters_on_the_device_overwrite_is_said() -> None:
-    assert ends(torch.float16, making("resident", "plain"))[1]
+class Products(nn.Module):
+    """A model in 16 bits of operations that are simulated."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.linspace(-1, 1, 3000)
+        self.blocks = nn.ModuleList(nn.ParameterList([values.to(dtype), (values + i).to(dtype)]) for i in range(3))
+
+
+@pytest.mark.parametrize("policy", ["resident", "stride:1", "stride:2", "cpu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_masters_take_over_what_user_code_has_written(dtype: torch.dtype, policy: str) -> None:
+    found = []
+    for counted in (False, True):
+        model = Products(dtype).to(DEVICE)
+        optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=2500, lr=0.01, state_format="float32")
+        for step in range(5):
+            for p in model.parameters():
+                p.grad = (torch.arange(3000) % (step + 3) - 1).to(dtype).to(DEVICE)
+            optimizer.step()
+            optimizer.synchronize()
+            for p in list(model.parameters())[step % 2 :: 2]:
+                p.data.clamp_(-0.5, 0.75)
+            if counted:
+                torch.autograd.graph.increment_version(list(model.parameters()))
+        found.append(bits(p.cpu() for p in model.parameters()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("attach", [False, True])

@@ -20,6 +20,7 @@ from triton import language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from dos.kernels.adam import taken
 from dos.kernels.gpu_update import GpuBatch, _fma, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
 from tests.support.arrays import (
@@ -32,6 +33,7 @@ from tests.support.arrays import (
     clone,
     mixed_arrays,
     random_arrays,
+    random_bits,
     splitting,
     ties,
     update,
@@ -53,9 +55,11 @@ def signed_constant(semantic: Any, value: Any, dtype: tl.dtype) -> Any:
     return scalar_constant(semantic, value, dtype)
 
 
-def interpreted(runs: list[list[Tensor | None]], step: AdamStep) -> None:
-    batch = [AdamArrays(*run) for run in runs]
-    GpuBatch(torch.device("cpu")).prepare([step], AdamBatch(batch)._table)()
+def interpreted(runs: list[list[Tensor | None]], step: AdamStep, *, takes_written: bool = False) -> None:
+    batch = AdamBatch([AdamArrays(*run) for run in runs])
+    if takes_written:
+        batch.take_written()
+    GpuBatch(torch.device("cpu")).prepare([step], batch._table)()
     assert gpu_kernel_name() == "triton"
 
 
@@ -114,6 +118,20 @@ def main() -> None:
                 for chosen in (coded[:1], coded[1:]):
                     compare([AdamArrays(*clone(run)) for run in chosen], chosen, step, assert_same_bits)
                     compared += 1
+    for out in FLOATS:  # of which user code has written every third element
+        written = [mixed_arrays(n, STEPS[0], torch.bfloat16, n)._replace(out=None) for n in (2500, 1024, 3)]
+        written = [run._replace(out=run.param.to(out, copy=True)) for run in written]
+        for run in written:
+            run.out[::3] = random_bits(len(run.out[::3]), out, torch.Generator().manual_seed(1))
+        for runs in (written[:1], written):
+            ours = [clone(run) for run in runs]
+            interpreted(ours, STEPS[0], takes_written=True)
+            for mine, run in zip(ours, runs, strict=True):
+                expected = AdamArrays(*clone(run))
+                expected.param.copy_(taken(expected.param, expected.out))
+                update(list(expected), STEPS[0])
+                assert_same_bits(mine, expected)
+            compared += 1
     print(f"{compared} updates compared")
 
 

@@ -241,7 +241,7 @@ FAULTS = [
     Fault(Block, "join", "self._device.join(self._job)", "pass", weights_on_host),
     Fault(Block, "release", "self.join()", "pass", weights_on_host),
     Fault(Block, "finish_reading", "reading.wait()", "pass", weights_on_host),
-    Fault(UnseenWrites, "around", "if vain else []", "if vain and not found else []", sent_in_vain),
+    Fault(UnseenWrites, "before_update", "if vain else ()", "if vain and not found else ()", sent_in_vain),
     Fault(Session, "finish_homes_within", "job.wait()", "pass", weights_streamed),
 ]
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dos.kernels.adam import taken
 from dos.kernels.gpu_update import MOST_TABLES, GpuBatch, SentTable
 from dos.kernels.update import AdamArrays, AdamBatch, adam_update, instruction_sets
 from tests.support.arrays import (
@@ -23,9 +24,11 @@ from tests.support.arrays import (
     clone,
     mixed_arrays,
     random_arrays,
+    random_bits,
     splitting,
     update_batch,
 )
+from tests.support.coded import coded_arrays
 
 Run = list[Tensor | None]
 AMSGRAD = replace(STEP, amsgrad=True)
@@ -101,6 +104,31 @@ def test_a_batch_has_the_bits_of_its_runs(
         runs, expected = (
             [run._replace(grad=grad) for run, grad in zip(of, gradients, strict=True)] for of in (runs, expected)
         )
+
+
+@pytest.mark.parametrize("where", [*instruction_sets(), "torch"])
+@pytest.mark.parametrize("out", FLOATS)
+def test_masters_take_over_what_user_code_has_written(out: torch.dtype, where: str) -> None:
+    """And those that are the parameter, once rounded, stay; of the runs that do not take over, all do."""
+    runs = [mixed_arrays(numel, STEP, torch.bfloat16, seed) for seed, numel in enumerate((300, 17_000, 64))]
+    runs += [coded_arrays(8 * 128, torch.bfloat16, torch.float32, out, False, seed) for seed in (4, 5)]
+    runs = [run._replace(out=run.param.to(out, copy=True)) for run in runs]
+    for run in runs:
+        assert run.out is not None
+        run.out[::3] = random_bits(len(run.out[::3]), out, torch.Generator().manual_seed(len(run.out)))
+    takes = [True, True, False, True, False]
+    expected = [AdamArrays(*clone(list(run))) for run in runs]
+    for run, takes_over in zip(expected, takes, strict=True):
+        if takes_over and run.out is not None:
+            master = taken(run.param, run.out)
+            assert 0.25 < float((master != run.param).float().mean()) < 0.4
+            run.param.copy_(master)
+        adam_update(run, step=STEP, isa="portable")
+    batch = AdamBatch(runs)
+    batch.take_written(takes)
+    update_batch(batch, where, 2, [0] * len(runs))
+    for ours, theirs in zip(runs, expected, strict=True):
+        assert_same_bits(list(ours), list(theirs))
 
 
 def clone_all(runs: list[Run]) -> list[Run]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.blocks import net, start, train
-from tests.support.training import assert_close_ulp, maker
+from tests.support.training import assert_close_ulp, bits, maker
 from tests.support.unseen_writes import run
 
 MODES: dict[str, dict[str, Any]] = {"plain": {}, "attached": {}, "offloaded": {"offload_gradients": True}}
@@ -41,7 +41,8 @@ def test_parameters_that_are_their_masters(
 
 
 @pytest.mark.parametrize(
-    ("place", "mode"), [("cpu", "plain"), ("cpu", "offloaded"), ("resident", "attached"), ("stride:2", "plain")]
+    ("place", "mode"),
+    [("host", "plain"), ("cpu", "plain"), ("cpu", "offloaded"), ("resident", "attached"), ("stride:2", "plain")],
 )
 @pytest.mark.parametrize(
     ("dtype", "state_format"),
@@ -49,6 +50,34 @@ def test_parameters_that_are_their_masters(
 )
 def test_parameters_whose_masters_follow(dtype: torch.dtype, state_format: str | None, place: Any, mode: str) -> None:
     assert_taken_over(dtype, place, mode, state_format=state_format)
+
+
+@pytest.mark.parametrize("weights", [0, 2, 4, "auto"])
+def test_weights_that_stream(weights: Any) -> None:
+    """In each format, wherever their state is, between all steps; as where versions count the same writes."""
+
+    def halve(model: Any) -> None:
+        model.blocks[1].out.weight.data.mul_(0.5)
+
+    def one_element(model: Any) -> None:
+        model.blocks[0].both.weight.data[1, 2] = 0.3
+
+    formats = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "float32"), (torch.float16, None)]
+    for dtype, state_format in [*formats, (torch.float16, "int8")]:
+        for policy in ("cpu", "stride:2", "resident"):
+            ends = []
+            for counted in (False, True):
+                model = net(dtype, blocks=4)
+                optimizer = start(model, weights, policy=policy, state_format=state_format)
+                for step in range(4):
+                    train(model, optimizer, 1, first=step)
+                    optimizer.synchronize()
+                    for way in (halve, one_element):
+                        way(model)
+                    if counted:
+                        torch.autograd.graph.increment_version(list(model.parameters()))
+                ends.append(bits(model.parameters()))
+            assert ends[0] == ends[1], (dtype, state_format, policy)
 
 
 def test_a_write_before_a_model_is_attached_again_counts() -> None:

@@ -93,7 +93,7 @@ class Machine:
             with torch.no_grad():
                 if what == "write":
                     p.mul_(factor)
-                elif what == "data" and self.place != "host":  # where whole masters do not see it
+                elif what == "data":
                     p.data.mul_(factor)
                 elif what == "state" and p in optimizer.state and "exp_avg" in optimizer.state[p]:
                     optimizer.state[p]["exp_avg"].mul_(factor)
