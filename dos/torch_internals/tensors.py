@@ -1,6 +1,7 @@
 """Private attributes of tensors and of their storages, without public names in torch 2.6 to 2.13.
 
-`torch.func.debug_unwrap`, which 2.6 does not have, can replace `unwrapped` one day.
+`StorageWeakRef` is equal to another one of the same storage; `weakref.ref` is to a Python object, of which torch may
+make several for one storage. `torch.func.debug_unwrap`, which 2.6 does not have, can replace `unwrapped` one day.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 version_counter: Callable[[Tensor], int] = operator.attrgetter("_version")

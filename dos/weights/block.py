@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from dos.devices import Caller, Copy, Device, Job
 from dos.state.arena import Arena, aligned
-from dos.state.own_storage import with_own_storage
 from dos.torch_internals.module_parameters import exchange
 from dos.torch_internals.tensors import storage_address, version_counter
 from dos.weights.blocks import Member
+from dos.weights.former import FormerMemory
 from perfmodel import Op
 
 
@@ -73,6 +73,7 @@ class Block:
         self.nbytes = sum(map(aligned, sizes))
         self.copies: list[nn.Parameter] = []
         self.places: dict[int, Tensor] = {}
+        self._former = FormerMemory()
 
     def make_copies(self, like: torch.device) -> None:
         """Make the copies, without memory. like: their device."""
@@ -117,15 +118,19 @@ class Block:
     def use_memory(self, places: Sequence[Tensor]) -> None:
         """Let the parameters have this memory, whose values they already have: on the host, or the copies'."""
         for member, place in zip(self.members, places, strict=True):
-            # A storage of its own: programs that save checkpoints take tensors that share one for one tensor.
-            member.parameter.data = with_own_storage(place)
+            self._former.give(member.parameter, place)
         # `data`, whose version counter is its own: autograd must take no update for a write to a copy.
         self.places = {id(m.parameter): place.data for m, place in zip(self.members, places, strict=True)}
 
+    @property
+    def kept(self) -> bool:
+        """Whether user code keeps memory of a parameter into which other values were written; see `FormerMemory`."""
+        return bool(self._former)
+
     def replaced(self) -> list[Tensor]:
-        """Return the parameters whose memory user code has replaced, as by `p.data = ...`."""
+        """Return the parameters whose memory user code has replaced, as by `p.data = ...`, or has put back since."""
         pairs = ((m.parameter, self.places[id(m.parameter)]) for m in self.members if self.places)
-        return [p for p, place in pairs if _layout(p) != _layout(place)]
+        return [p for p, place in pairs if _layout(p) != _layout(place) or self._former.is_back(p)]
 
     def take_replaced(self) -> None:
         """Copy the values of `replaced` parameters to the memory that updates and transfers use, and give them that.
@@ -141,9 +146,8 @@ class Block:
                     "of that type and shape, or build a new model and a new optimizer"
                 )
         for p, place in found:
-            # The clone: the new memory may be the old one in another order, as that of `p.data.t()`.
-            place.copy_(p.detach().clone())
-            p.data = with_own_storage(place)
+            place.copy_(self._former.take(p, place))
+            self._former.give(p, place)
         # Masters follow, copies that were fetched are stale, and backward refuses graphs from before.
         pairs = ((m.parameter, copy) for m, copy in zip(self.members, self.copies, strict=True))
         changed = {id(p) for p, _ in found}

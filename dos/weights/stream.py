@@ -651,6 +651,13 @@ class WeightStream:
         watcher = self._watcher()
         if watcher is not None:
             watcher.finish_homes(parameters)
+        if block is not None and block.kept:
+            self._put_back(block)
+
+    @hook
+    def _put_back(self, block: Block) -> None:
+        """Take memory over into which other values were written since user code kept it."""
+        self.take_replaced(block)
 
 
 class _Reading:

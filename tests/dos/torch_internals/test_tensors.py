@@ -170,3 +170,14 @@ def test_hooks_of_one_parameter_run_for_the_gradient_of_another() -> None:
     late.remove()
     copy.sum().backward()
     assert (calls, copy.grad.tolist()) == (["early"], [3, 3]), CHANGED
+
+
+def test_a_storage_is_known_as_long_as_anything_has_it() -> None:
+    tensor = torch.zeros(4)
+    first, kept = StorageWeakRef(tensor.untyped_storage()), tensor.data
+    assert StorageWeakRef(kept.untyped_storage()) == first, CHANGED
+    tensor.data = torch.ones(4)
+    assert StorageWeakRef(tensor.untyped_storage()) != first, CHANGED
+    assert not first.expired(), CHANGED
+    del kept
+    assert first.expired(), CHANGED

@@ -178,3 +178,31 @@ def test_parameters_have_storages_of_their_own() -> None:
             assert len({storage.data_ptr() for storage in storages}) == len(storages)
             parameters: list[Tensor] = list(model.blocks.parameters())
             assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)
+
+
+@pytest.mark.parametrize(("dtype", "weights", "policy"), MODES)
+def test_weights_that_are_put_back_after_an_evaluation(dtype: torch.dtype, weights: Any, policy: str) -> None:
+    """Averages that keep `p.data`, set their own, and put it back: with weights that stream, nothing is other."""
+    ends = []
+    for streams in (weights, None):
+        model = net(dtype, blocks=4)
+        optimizer = start(model, streams, policy=policy)
+        shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        seen = []
+        for step in range(4):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                shadow[name] = (0.5 * shadow[name] + 0.5 * p.data).clone()
+            backup = {}
+            for name, p in model.named_parameters():
+                backup[name] = p.data
+                p.data = shadow[name]
+            with torch.no_grad():
+                seen += [loss(model, 50), loss(model, 51)]
+            for name, p in model.named_parameters():
+                p.data = backup[name]
+            seen.append(loss(model, 52).detach())
+        ends.append(bits([*model.parameters(), *seen]))
+    assert ends[0] == ends[1]

@@ -1,0 +1,53 @@
+"""The values that weights had where user code keeps the memory of these, and may put it back (`p.data = kept`)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dos.state.own_storage import with_own_storage
+from dos.torch_internals.tensors import StorageWeakRef
+
+
+class FormerMemory:
+    """The memory that each parameter of a block was given, and what was in it before other values were written there.
+
+    User code that exchanges weights for an evaluation keeps `p.data`, sets other memory, and puts the first one back.
+    Values of the other memory are copied meanwhile to where updates and transfers find them: into what user code keeps.
+    """
+
+    def __init__(self) -> None:
+        # By ids of parameters, which the block keeps. References are weak: most often user code keeps nothing.
+        self._given: dict[int, StorageWeakRef] = {}
+        self._kept: dict[int, list[tuple[StorageWeakRef, Tensor]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    def give(self, p: Tensor, place: Tensor) -> None:
+        """Let the parameter have this memory, in a storage of its own."""
+        # Programs that save checkpoints take tensors that share one for one tensor.
+        p.data = with_own_storage(place)
+        self._given[id(p)] = StorageWeakRef(p.untyped_storage())
+
+    def is_back(self, p: Tensor) -> bool:
+        """Return whether user code has put memory back into which other values were written since."""
+        return id(p) in self._kept and self._find(p) is not None
+
+    def _find(self, p: Tensor) -> Tensor | None:
+        now = StorageWeakRef(p.untyped_storage())
+        return next((values for storage, values in self._kept[id(p)] if storage == now), None)
+
+    def take(self, p: Tensor, place: Tensor) -> Tensor:
+        """Return the values that the parameter is to have, in memory of their own.
+
+        `place`, in which the values of before are, is about to be overwritten.
+        """
+        before = self._find(p) if id(p) in self._kept else None
+        given, now = self._given.get(id(p)), StorageWeakRef(p.untyped_storage())
+        kept = [(storage, values) for storage, values in self._kept.pop(id(p), ()) if not storage.expired()]
+        if given is not None and given != now and not given.expired():
+            kept.append((given, place.detach().to("cpu", copy=True)))  # the device may have no memory for it
+        if kept and before is None:
+            self._kept[id(p)] = kept
+        # A clone: the new memory may be the old one in another order, as that of `p.data.t()`.
+        return p.detach().clone() if before is None else before
