@@ -5,6 +5,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]  # `signal` makes enums of numbers, which takes microseconds
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -39,8 +40,19 @@ class Thread(threading.local):
     """Facts of the present thread. main: whether handlers run on it. ours: whether this package has started it."""
 
     def __init__(self) -> None:
-        self.main = threading.current_thread() is threading.main_thread()
-        self.ours = threading.current_thread().name.startswith("dos-")
+        present = _present_thread()
+        self.main = present is threading.main_thread()
+        self.ours = present.name.startswith("dos-")
+
+
+def _present_thread() -> threading.Thread:
+    """Return the present thread, also while it starts, when a callback of gc may run that waits for its starter."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    # `threading.current_thread` would make another object for a thread that is not yet listed.
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, threading.Thread) else threading.current_thread()
 
 
 thread = Thread()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import dos
-from dos import DOSAdam, EmulatedDevice
+from dos import DOSAdam, EmulatedDevice, signals
 from dos.planning.policies import resolve_policy
 from dos.step.host_lane import Turns
 from dos.step.ledger import Ledger
@@ -305,6 +305,25 @@ def test_a_call_on_a_thread_of_ours_raises(mode: str, tmp_path: Path) -> None:
     assert errors
     assert all(name.startswith("dos-cpu") for name in errors)
     assert run.saved() == undisturbed(mode)[STEPS]
+
+
+def test_a_call_on_a_thread_of_ours_that_starts_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that has started it waits for it, perhaps within a call, and Python does not list it yet."""
+    start: Any = threading.Thread._set_tstate_lock  # type: ignore[attr-defined]  # the first that runs on a thread
+    ours = list[bool]()
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name.startswith("dos-"):
+            ours.append(signals.thread.ours)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "_set_tstate_lock", starting)
+    run = Run("attached", tmp_path)
+    for step in range(STEPS):
+        run.step(step)
+    run.optimizer.synchronize()
+    assert ours
+    assert all(ours)
 
 
 def test_another_thread_that_reads_state_meanwhile_waits(tmp_path: Path) -> None:
