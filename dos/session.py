@@ -21,6 +21,7 @@ from dos.backward import Backward
 from dos.devices import Caller, Device, Job
 from dos.gradients.clipping import Clipping
 from dos.gradients.editing import Edit, Editing
+from dos.gradients.late_edits import EDITED, LateEdits
 from dos.gradients.scaling import amp_scale
 from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
 from dos.in_backward import (
@@ -118,7 +119,8 @@ class Session:
         self._waiting: set[int] = set()
         """The ids of parameters on the host that must be on the accelerator when they are used."""
         self._refusal: RemovableHandle | None = None
-        self._warned_idle = False
+        self._warned_idle = self._warned_of_edits = False
+        self._late_edits = LateEdits()
         self._active_before = -1
         """The number of parameters with a gradient in the last step, by which a module that was replaced is noticed."""
         self._looked_for: set[int] = set()
@@ -359,6 +361,8 @@ class Session:
             self.ledger.pending = dict.fromkeys(updated, frozenset())
             if self.on_device is not None and prepared is not None:
                 self.on_device.issue(prepared)
+            if self.attachment is not None:
+                self._late_edits.watch(self.ledger.pending)
             self.reconciler.count(active)
             self._count_updated()
             registry.offloaded.forget_all(used=True)
@@ -473,7 +477,7 @@ class Session:
             self._settle()
             return
         self.ledger.order_caller()
-        self.registry.written(self.ledger.unfinished)
+        self._written(self.ledger.unfinished)
         self._all_updated()
 
     @entry(*ANY)
@@ -488,7 +492,7 @@ class Session:
             self.ledger.settle()
             if self.on_device is not None:
                 self.on_device.decisions.pace.read()
-            self.registry.written(self.ledger.unfinished)
+            self._written(self.ledger.unfinished)
         except Exception:
             self._all_updated()
             raise
@@ -503,6 +507,14 @@ class Session:
             record.written_late = True  # its gradients wait for step() from now on, so that such writes count
         if others:
             warn(LOST.format(len(others), tuple(others[0].parameter.shape)))
+
+    def _written(self, records: Collection[ParameterRecord]) -> None:
+        """Note that user code comes behind the updates of these records from now on."""
+        edited = self._late_edits.ended(records)
+        if edited and not self._warned_of_edits:
+            self._warned_of_edits = True
+            warn(EDITED.format(len(edited), tuple(edited[0].parameter.shape)))
+        self.registry.written(records)
 
     def _all_updated(self) -> None:
         """Let no hook and no reading wait any more."""
@@ -604,7 +616,7 @@ class Session:
                 self._settle()
                 raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
             updated = [record, *self._beside(record, subgroups, here)]
-            self.registry.written([each for each in updated if not pending[each]])
+            self._written([each for each in updated if not pending[each]])
             for each in updated:
                 # It stays listed, because another queue that reads the parameter has to wait for itself.
                 pending[each] = pending[each] | {here}

@@ -116,6 +116,31 @@ def test_zeroing_by_the_model_waits_for_no_update(weights: Any) -> None:
     optimizer.synchronize()
 
 
+def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> None:
+    """Where code has kept parameters: to read them from the module, or zeroing by torch's methods, waits."""
+    ways: dict[str, Callable[[nn.Module, DOSAdam], object]] = {
+        "module": lambda model, _: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+        "optimizer": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+        "zero_grad of the module": lambda model, _: model.zero_grad(set_to_none=False),
+        "synchronize": lambda _, optimizer: (optimizer.synchronize(), kept[0].grad.zero_()),
+        "dropped": lambda *_: [setattr(p, "grad", None) for p in kept],
+        "kept": lambda *_: [p.grad.zero_() for p in kept],
+    }
+    told = {}
+    for name, way in ways.items():
+        model, optimizer, _ = attached_after_a_step()
+        kept = list(session_of(optimizer).parameters)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            way(model, optimizer)
+            for step in range(2):  # gradients that are kept are added to
+                loss_of(model, step).backward()
+                optimizer.step()
+            optimizer.synchronize()
+        told[name] = sum("wrote in place to gradients after step()" in str(each.message) for each in caught)
+    assert told == dict.fromkeys(ways, 0) | {"kept": 1}
+
+
 def gan(make: Any, drop: Callable[[nn.Module], None]) -> list[bytes]:
     """The discriminator gets gradients of the generator's loss, which it drops, and no model is attached."""
     torch.default_generator.manual_seed(0)

@@ -1,0 +1,37 @@
+"""Notices gradients that user code edits in place after `step()`, while the updates of an attached model read them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from dos.sharding.local import version
+from dos.state.record import ParameterRecord
+
+EDITED = (
+    "user code wrote in place to gradients after step() ({}, the first of shape {}), as by p.grad.zero_(), while their "
+    "updates could still read them; call optimizer.synchronize() before, or optimizer.zero_grad() instead"
+)
+
+
+class LateEdits:
+    """The gradients that updates in flight read, each with its version as the step was issued."""
+
+    def __init__(self) -> None:
+        # Weak: user code releases gradients, whose memory the next backward needs.
+        self._read: dict[ParameterRecord, tuple[weakref.ref[Tensor], int]] = {}
+
+    def watch(self, records: Iterable[ParameterRecord]) -> None:
+        """Watch the gradients of these records, and no others, until `ended`."""
+        grads = ((record, record.leaf.grad) for record in records)
+        self._read = {record: (weakref.ref(g), version(g)) for record, g in grads if g is not None}
+
+    def ended(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
+        """Watch these no more, as user code is behind their updates; return those whose gradient was edited."""
+        known = self._read
+        if not known:
+            return []
+        ends = ((record, known.pop(record)) for record in records if record in known)
+        return [record for record, (ref, before) in ends if (g := ref()) is not None and version(g) != before]
