@@ -365,9 +365,8 @@ def _warn_of_parts(error: str) -> None:
 @functools.cache
 def _warn(error: str) -> None:
     logger.warning(
-        "pinning host memory failed (%s); %d MiB are pinned, and copies to and from the rest will be slower and not "
-        "overlap with computation; %s",
+        "pinning host memory failed (%s); copies to and from memory that is not pinned will be slower and not overlap "
+        "with computation, and optimizer.explain() says how much is pinned; %s",
         error,
-        _limit().pinned >> 20,
         remedy(),
     )

@@ -273,7 +273,7 @@ class Report:
     def _saved(self, left: int, nbytes: int) -> str:
         """Return the text about saved tensors that move, and the reason."""
         work, whole = self.workload, size_of(nbytes)
-        pool = f"; {size_of(self.pool_bytes)} of host memory is pinned for them"
+        pool = f"; {size_of(self.pool_bytes)} of host memory is kept for them"
         if not work.activations:
             return f"{size_of(left)} of {whole} moved to the host in forward, {left / max(nbytes, 1):.0%}{pool}"
         if not left and self.profile is None:

@@ -82,7 +82,7 @@ def test_others_keep_room_where_the_total_is_limited(runtime: Runtime, caplog: p
     assert runtime.pinned >= 48 * MIB - pin_limit.LEAST_BYTES
     assert runtime.refused == [mib * MIB for mib in (16, 8, 4, 2)]
     (message,) = [record.message for record in caplog.records]
-    assert "pinning host memory failed (out of memory); 48 MiB are pinned, and copies to and from the rest" in message
+    assert message.startswith("pinning host memory failed (out of memory); copies to and from memory that is not")
     del tensors[1:4]
     gc.collect()
     assert pin(zeros(16), DEVICE), "what was pinned before can be pinned again"
