@@ -235,7 +235,7 @@ class DOSAdam(Optimizer):
         copying and pickling the model wait for all updates. Reading a module's parameters, as by ``model.parameters()``
         or ``layer.weight``, waits for those of this module, and reading ``param_groups[i]["params"]`` for all. Of
         parameters that your code has kept, as in a list, nothing is seen: call ``synchronize()`` before touching these
-        after ``step()``, and before a CUDA graph is captured.
+        or their gradients after ``step()``, and before a CUDA graph is captured.
         Subgroups are updated in the order in which forward first used them. Attaching another model replaces the first.
         Compile a model before you attach it.
 

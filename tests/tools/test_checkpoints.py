@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from dos import DOSAdam
 from tests.support.blocks import loss, net, start
-from tests.support.training import bits
+from tests.support.training import assert_close_ulp, bits
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -52,21 +53,47 @@ def test_safetensors(mode: str, tmp_path: Path) -> None:
     step(model, optimizer)
 
 
+def resumed(model: nn.Module, optimizer: Any, folder: Path) -> list[torch.Tensor]:
+    """The parameters after steps of which `load_state` undoes two, and writes of user code; all by Accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, device_placement=False)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(number: int) -> None:
+        accelerator.backward(loss(model, number))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    step(1)
+    accelerator.save_state(str(folder))
+    saved = safetensors.load_file(str(folder / "model.safetensors"))
+    assert saved.keys() == model.state_dict().keys()
+    step(2)
+    step(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    accelerator.load_state(str(folder))
+    assert bits(model.state_dict()[name] for name in saved) == bits(saved.values())
+    step(4)
+    step(5)
+    return list(model.parameters())
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_accelerate(mode: str, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model, optimizer = trained(mode, tmp_path / "disk")
-    accelerator = accelerate.Accelerator(cpu=True)
-    accelerator._models.append(model)
-    accelerator._optimizers.append(optimizer)
-    accelerator.save_state(str(tmp_path))
-    saved = safetensors.load_file(str(tmp_path / "model.safetensors"))
-    assert saved.keys() == model.state_dict().keys()
-    before = bits(model.state_dict().values())
-    step(model, optimizer)
-    accelerator.load_state(str(tmp_path))
-    assert bits(model.state_dict().values()) == before
-    step(model, optimizer)
+    """As AdamW, where it computes the same; as on the host, in all."""
+    dtype, settings = MODES[mode]
+    model, plain = net(dtype, blocks=4), net(dtype, blocks=4)
+    optimizer = start(model, **settings, **({"disk": tmp_path / "disk"} if mode == "disk" else {}))
+    ours = resumed(model, optimizer, tmp_path / "ours")
+    on_host = DOSAdam(plain.parameters(), lr=1e-2, state_format=settings.get("state_format"))
+    assert bits(ours) == bits(resumed(plain, on_host, tmp_path / "host"))
+    if dtype is torch.float32 and "state_format" not in settings:
+        model = net(dtype, blocks=4)
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        assert_close_ulp(ours, resumed(model, adamw, tmp_path / "adamw"))
 
 
 @pytest.mark.parametrize("mode", MODES)

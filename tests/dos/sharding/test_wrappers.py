@@ -216,27 +216,47 @@ def test_their_weights_do_not_stream() -> None:
         optimizer.attach(model, weights=0, blocks=[model[0], model[2]])
 
 
-def shards(steps: int) -> tuple[Tensor, Tensor, type]:
-    """On a rank: its part of a DTensor of such a wrapper, and what AdamW makes of the same numbers."""
+def shards(steps: int, folder: str) -> list[tuple[str, Tensor, Tensor, type]]:
+    """On a rank: its part of a DTensor of such a wrapper in several modes, AdamW's, and the kind of state."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
+    from dos.rules import adamw
+
+    adamw.LEAST_CODED = 128
     mesh = init_device_mesh("cpu", (2,))
-    part = torch.arange(32.0).view(8, 4) + mesh.get_rank()
-    parameter = nn.Parameter(DTensor.from_local(Low(part.clone()), mesh, [Shard(0)], run_check=False))
-    plain = nn.Parameter(part.clone())
-    ours, theirs = DOSAdam([parameter], lr=0.1, **on("cpu")), AdamW([plain], lr=0.1)
-    for step in range(steps):
-        gradient = torch.full_like(part, step + 1.0)
-        parameter.grad = DTensor.from_local(gradient, mesh, [Shard(0)], run_check=False)
-        plain.grad = gradient.clone()
-        ours.step()
-        theirs.step()
-    found: Any = parameter
-    return found._local_tensor._data.detach(), plain.detach(), type(ours.state[parameter]["exp_avg"])
+    part = torch.randn(8, 128, generator=torch.Generator().manual_seed(mesh.get_rank()))
+    own = f"{folder}/{mesh.get_rank()}"
+    modes: dict[str, dict[str, Any]] = {
+        "plain": on("cpu"),
+        "disk": on("cpu", disk=own, host_memory=70_000),
+        "int8": on("cpu", state_format="int8"),
+        "int8 on the device": on("resident", state_format="int8"),
+        "int8 on disk": on("stride:1", state_format="int8", disk=own, host_memory=70_000),
+    }
+    found = []
+    for name, settings in modes.items():
+        parameter = nn.Parameter(DTensor.from_local(Low(part.clone()), mesh, [Shard(0)], run_check=False))
+        plain = nn.Parameter(part.clone())
+        ours, theirs = DOSAdam([parameter], lr=0.1, **settings), AdamW([plain], lr=0.1)
+        for step in range(steps):
+            gradient = part.cos() * (step + 1)
+            parameter.grad = DTensor.from_local(gradient.clone(), mesh, [Shard(0)], run_check=False)
+            plain.grad = gradient
+            ours.step()
+            theirs.step()
+        keys = {key: type(value) for key, value in ours.state[parameter].items() if key.startswith("exp_avg")}
+        assert name.startswith("int8") == any("codes" in key for key in keys), keys
+        weight: Any = parameter
+        found.append((name, weight._local_tensor._data.detach(), plain.detach(), *set(keys.values())))
+    return found
 
 
-def test_dtensors_of_them(pair: Ranks) -> None:
-    for mine, expected, kind in pair.run(shards, 3):
-        torch.testing.assert_close(mine, expected)
-        assert kind.__name__ == "DTensor"
+def test_dtensors_of_them(pair: Ranks, tmp_path: Path) -> None:
+    for found in pair.run(shards, 3, str(tmp_path)):
+        coded = [mine for name, mine, *_ in found if name.startswith("int8")]
+        assert all(torch.equal(mine, coded[0]) for mine in coded)
+        for name, mine, expected, kind in found:
+            close = {"rtol": 0.1, "atol": 0.02} if name.startswith("int8") else {}
+            torch.testing.assert_close(mine, expected, **close)
+            assert kind.__name__ == "DTensor"
