@@ -30,8 +30,10 @@ class LateEdits:
 
     def ended(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Watch these no more, as user code is behind their updates; return those whose gradient was edited."""
-        known = self._read
-        if not known:
-            return []
-        ends = ((record, known.pop(record)) for record in records if record in known)
-        return [record for record, (ref, before) in ends if (g := ref()) is not None and version(g) != before]
+        found = []
+        for record in records if self._read else ():  # hooks of modules call this
+            read = self._read.pop(record, None)
+            gradient = None if read is None else read[0]()
+            if read is not None and gradient is not None and version(gradient) != read[1]:
+                found.append(record)
+        return found
