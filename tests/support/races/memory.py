@@ -19,7 +19,7 @@ from dos.state import bit_sums, record
 from dos.state.bit_sums import BitSums
 from dos.state.disk.space import DiskSpace
 from dos.state.host_tensor import HostTensor
-from dos.weights import block
+from dos.weights import former
 from dos.weights.block import Block
 from perfmodel.format import BLOCK
 from tests.support.races.checker import Checker, here, on_host
@@ -106,7 +106,7 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
         add_mapping(pages, *rest)
 
     patch.setattr(pinned, "_add_mapping", adding)
-    for module, name in ((bit_sums, "tensor_at"), (block, "with_own_storage"), (record, "with_own_storage")):
+    for module, name in ((bit_sums, "tensor_at"), (former, "with_own_storage"), (record, "with_own_storage")):
         patch.setattr(module, name, _sharing(getattr(module, name)))
     patch.setattr(kernels, "_adam", Kernels(kernels._adam))
 
