@@ -15,7 +15,7 @@
 // same as above. Both are read, updated as one by the same rule, and written, in the same pass.
 // A parameter that was set to 0 may have a negative rest from an earlier value; it counts as 0.
 //
-// With `takes_written`, `out` has the parameter as the caller knows it. Where the old `param`, rounded, is another, user
+// With `takes_written()`, `out` has the parameter as the caller knows it. Where the old `param`, rounded, is another, user
 // code has written to the parameter, and `param` first becomes that: the float16 or float32 itself; of a bfloat16 the
 // upper half, and the lower one stays, as with `rest`.
 #pragma once
@@ -59,9 +59,10 @@ struct AdamArrays {
   float* exp_avg_scale;   // one for each kScaled elements, or null; both or none, without amsgrad
   float* exp_avg_sq_scale;
   DType grad_type;
-  DType param_type;
+  DType param_type;  // with `out` param is float32, and this says whether it takes over what was written: 0 or 1
   DType out_type;
-  int64_t takes_written;  // 0 or 1; requires `out`
+
+  bool takes_written() const { return out && static_cast<int64_t>(param_type); }
 };
 
 // One run of elements, in 8-byte words: the rows of the table that dos/kernels/update.py keeps.

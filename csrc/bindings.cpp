@@ -63,7 +63,7 @@ std::vector<dos::AdamScalars> rounded(const Scalars& scalars) {
   return found;
 }
 
-static_assert(sizeof(dos::AdamRun) == 15 * 8, "dos/kernels/update.py writes 15 words");
+static_assert(sizeof(dos::AdamRun) == 14 * 8, "dos/kernels/update.py writes 14 words");
 
 }  // namespace
 

@@ -33,7 +33,7 @@ class CodedUpdate {
       const int64_t left = group > begin ? end_of_block(group - kGroup, end, kGroup) - (group - kGroup) : 0;
       const int64_t both = made < left ? made : left;
       if constexpr (!__is_same(Out, None)) {
-        if (arrays_.takes_written && made > 0) {
+        if (arrays_.takes_written() && made > 0) {
           take_written<Out>(static_cast<float*>(arrays_.param), static_cast<const typename Out::Stored*>(arrays_.out),
                             group, group + made);
         }

@@ -25,8 +25,10 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The floating types of the kernels, in the order of ``DType`` in csrc/adam.h."""
 
 GRAD, PARAM, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, REST, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = range(9)
-GRAD_TYPE, PARAM_TYPE, OUT_TYPE, TAKES_WRITTEN, NUMEL, STEP = range(9, 15)
+GRAD_TYPE, PARAM_TYPE, OUT_TYPE, NUMEL, STEP = range(9, 14)
 """The columns of a table of runs: the words of ``AdamRun`` in csrc/adam.h. A missing array is 0, and its type -1."""
+TAKES_WRITTEN = PARAM_TYPE
+"""The column that says, of a run with `out`, whose `param` is float32, whether masters take over what was written."""
 
 
 @dataclass(frozen=True)

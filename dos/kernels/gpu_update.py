@@ -20,6 +20,7 @@ from dos.kernels.adam import (
     GRAD_TYPE,
     MAX_EXP_AVG_SQ,
     NUMEL,
+    OUT,
     OUT_TYPE,
     PARAM_TYPE,
     PART,
@@ -84,13 +85,15 @@ class GpuBatch:
                     raise
                 _give_up_triton(error)
         for row in rows:
-            _adam_update_torch(self._arrays(row, step), step, takes_written=bool(row[TAKES_WRITTEN]))
+            arrays = self._arrays(row, step)
+            _adam_update_torch(arrays, step, takes_written=arrays.out is not None and bool(row[TAKES_WRITTEN]))
 
     def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
         """Return the arrays to which a row of the table points, which must have a gradient."""
         numel, addresses = int(row[NUMEL]), [int(address) for address in row[:GRAD_TYPE]]
         moments = (torch.int8, torch.uint8) if addresses[EXP_AVG_SCALE] else (torch.float32, torch.float32)
         grad, param, out = (FLOATS[row[column]] for column in (GRAD_TYPE, PARAM_TYPE, OUT_TYPE))
+        param = torch.float32 if addresses[OUT] else param  # then the column is another; see TAKES_WRITTEN
         dtypes = (grad, param, *moments, torch.float32, out, torch.int16, torch.float32, torch.float32)
         lengths = [numel] * (REST + 1) + [numel // BLOCK] * 2  # of scales there is one for each block
         if not step.amsgrad:
@@ -136,7 +139,7 @@ def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
     # Scales may be misaligned, because no thread loads several at once.
     misaligned = ((table[:, : REST + 1] | table[:, NUMEL, None]) & 15).any(axis=1)
     keys = (table[:, STEP] * 2 + misaligned) * 2 + (table[:, REST] != 0)
-    keys = (keys * 2 + (table[:, EXP_AVG_SCALE] != 0)) * 2 + table[:, TAKES_WRITTEN]
+    keys = keys * 2 + (table[:, EXP_AVG_SCALE] != 0)
     keys = (keys * 4 + table[:, OUT_TYPE] + 1) * 9
     keys += table[:, GRAD_TYPE] * 3 + table[:, PARAM_TYPE]
     keys[(table[:, GRAD] == 0) | (table[:, NUMEL] == 0)] = -1

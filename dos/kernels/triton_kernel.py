@@ -48,7 +48,7 @@ def adam_update(arrays: AdamArrays, step: AdamStep, rows: np.ndarray, send: Call
     )
     lerp_from_grad = not one_minus_beta1 < 0.5
     numel, count, table, aligned = len(arrays.param), 0, None, False
-    blocks, takes_written = triton.cdiv(numel, _BLOCK), bool(rows[0, TAKES_WRITTEN])
+    blocks, takes_written = triton.cdiv(numel, _BLOCK), arrays.out is not None and bool(rows[0, TAKES_WRITTEN])
     if len(rows) > 1:
         ends = np.cumsum(-(-rows[:, NUMEL] // _BLOCK))
         rows[1:, STEP], rows[0, STEP] = ends[:-1], 0

@@ -69,8 +69,7 @@ class AdamBatch:
             _check_run(run, runs[0].param.device)
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
-        types = [[*map(_type, (run.grad, run.param, run.out))] for run in runs]
-        rows = [[*map(_address, run), *kinds, 0, len(run.param), 0] for run, kinds in zip(runs, types, strict=True)]
+        rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
 
@@ -106,7 +105,8 @@ class AdamBatch:
         """
         if which is not None:
             self._check_length("which", which)
-        self._table[:, TAKES_WRITTEN] = self._table[:, OUT] != 0 if which is None else which
+        masters = self._table[:, OUT] != 0
+        self._table[masters, TAKES_WRITTEN] = 1 if which is None else np.array(which, bool)[masters]
 
     def update(
         self,

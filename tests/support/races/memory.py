@@ -79,6 +79,7 @@ def _ranges_of(table: int, count: int) -> list[tuple[int, int, bool]]:
             nbytes = numel * (1 if coded else 4)
             if column in (GRAD, PARAM, OUT):
                 nbytes = numel * _itemsize(row[{GRAD: GRAD_TYPE, PARAM: PARAM_TYPE, OUT: OUT_TYPE}[column]])
+                nbytes = numel * 4 if column == PARAM and row[OUT] else nbytes  # see TAKES_WRITTEN
             elif column == REST:
                 nbytes = numel * 2
             elif column >= EXP_AVG_SCALE:
