@@ -3,145 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from threading import Condition, Lock
-from typing import Any, NamedTuple
+from contextlib import suppress
+from threading import Lock
+from typing import Any
 
 import torch
 
 from dos.devices import Device, Job
-from dos.devices.base import HostJob, has_ended
-from dos.kernels.update import Order
+from dos.devices.base import HostJob
 from dos.machine.threads import leave_a_core
 from dos.step.futures import reject, resolve
+from dos.step.turns import Turn, Turns
 from dos.step.unseen import UnseenWrites
 from dos.step.work import HostUpdate, Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span
-
-
-class Turn(NamedTuple):
-    """One subgroup's update on the host.
-
-    number: the subgroup's position in the plan.
-    ready: the jobs that copy its gradients to the host, and its state if that was elsewhere.
-    after: the jobs that still read its old parameters on the device: the upload waits for them.
-    done: receives the job that copies new parameters to the device, or has updated them at home, or the exception.
-    confirm: called before the update; returns another job for which the upload waits. See `UnseenWrites.confirm`.
-    """
-
-    number: int
-    work: SubgroupUpdate
-    ready: Sequence[Job]
-    after: Sequence[Job]
-    done: Future[Job]
-    confirm: Callable[[], Job] | None = None
-
-
-class Turns:
-    """The turns of one step. Several threads take them while the caller still hands over later ones.
-
-    Turns update one at a time, in the order in which they are taken: that of the step, or, where backward hands them
-    over, by the number of their subgroup, of those whose gradients have arrived: what forward needs first comes last
-    from backward, and would wait for all that has piled up.
-
-    error: the first exception of a turn or the step; no turn begins after it. whole: whether all of the step was
-        issued. order: of the updates. served: whether a thread runs native updates in their order.
-    """
-
-    def __init__(self, *, by_number: bool = False) -> None:
-        """by_number: whether backward hands them over."""
-        self.error: BaseException | None = None
-        self.whole = self.served = False
-        self._by_number = by_number
-        self.order = Order()
-        self._changed = Condition()
-        self._waiting: deque[Turn] = deque()
-        self._closed = False
-        self._taken = self._ended = 0
-
-    @property
-    def waiting(self) -> int:
-        """The number of turns that nobody has taken."""
-        return len(self._waiting)
-
-    def give(self, turn: Turn) -> None:
-        """Hand over the next turn."""
-        with self._changed:
-            # The only change: after an exception before or behind it, as of Ctrl-C, nobody waits in vain.
-            self._waiting.append(turn)
-            self._changed.notify_all()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Hand over no more turns. error: the exception with which the step has failed."""
-        with self._changed:
-            self._closed, self.whole = True, error is None
-            self._note(error)
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Block until all turns that were handed over have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting and self._ended == self._taken)
-
-    def take(self) -> tuple[int, Turn] | None:
-        """Wait for the next turn, and return it with its place among all; None if no more follow."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
-                return None
-            self._taken += 1
-            if not self._by_number or len(self._waiting) == 1:
-                return self._taken - 1, self._waiting.popleft()
-            in_order = sorted(self._waiting, key=lambda turn: turn.number)
-            turn = next((turn for turn in in_order if all(map(has_ended, turn.ready))), self._waiting[0])
-            self._waiting.remove(turn)
-            return self._taken - 1, turn
-
-    @contextmanager
-    def place(self, place: int) -> Iterator[None]:
-        """Surround the preparation and the update of the turn at a place; the next turn may update after it."""
-        try:
-            self.check()
-            yield
-        except BaseException as failure:
-            # A turn that failed while preparing waits, too: else a later turn could update before an earlier one.
-            self.order.enter(place)
-            with self._changed:
-                self._note(failure)
-            raise
-        finally:
-            self.order.leave(place)
-
-    def wait_for(self, place: int) -> None:
-        """Block until all turns before this place have updated. Raises the exception of the first that failed."""
-        # Two updates at once would share the cores and host DRAM, whose measured rates would be wrong.
-        self.order.enter(place)
-        self.check()
-
-    def serve(self) -> None:
-        """Run native updates in their order on this thread, until `order` is closed."""
-        self.served = True  # not before: where this thread cannot start, the others update
-        self.order.serve()
-
-    def check(self) -> None:
-        """Raise `error` if there is one."""
-        if self.error is not None:
-            raise self.error
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Note that a turn has ended, or failed with `error`."""
-        with self._changed:
-            self._note(error)
-            self._ended += 1
-            self._changed.notify_all()
-
-    def _note(self, error: BaseException | None) -> None:
-        self.error = self.error or error
-        if self.error is not None:
-            self.order.stop()
 
 
 class HostLane:

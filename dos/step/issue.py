@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
 from dos.step.futures import reject, resolve
-from dos.step.host_lane import Turn
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit
+from dos.step.turns import Turn
 from dos.step.unseen import UnseenWrites
 from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span, Timeline
@@ -142,12 +141,11 @@ class Step:
         self.backward = self._device.fence(callers)
         jobs[under_way] = (*self.backward, *behind)
         turns: list[Turn] = []
-        on_host = deque(n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU)
+        on_host = self._on_host()
 
-        def hand_over() -> None:
-            """Hand over updates in their order, up to the first one that waits for a task not issued yet."""
-            while on_host and jobs.keys() >= {*tasks[on_host[0]].after}:
-                number = on_host.popleft()
+        def hand_over(issued: int) -> None:
+            """Hand over the updates for which this was the last task to be issued."""
+            for number in on_host.get(issued, ()):
                 # The host's lane does not wait for the end of backward on the device: gradients that have already
                 # arrived would wait for it, too.
                 ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
@@ -157,7 +155,7 @@ class Step:
                 give(turns[-1])
 
         # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
-        hand_over()
+        hand_over(under_way)
         for number in range(under_way + 1, len(tasks)):
             task = tasks[number]
             if task.stream is Stream.PARAMETER:
@@ -170,7 +168,7 @@ class Step:
                 # Behind these, slots and rooms that state leaves may be released. Jobs of the disk use windows only.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
-            hand_over()
+            hand_over(number)
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
@@ -214,6 +212,23 @@ class Step:
         # A hook of a module would otherwise wait for ever for a job that no thread issues.
         for future in self.done.values():
             reject(future, error)
+
+    def _on_host(self) -> dict[int, list[int]]:
+        """Return the updates on the host, by the last task that must be issued before they are handed over.
+
+        Of those that wait for no task of this issue the one comes first whose gradients left first.
+        """
+        tasks, under_way = self.schedule.tasks, self.schedule.under_way
+        found: dict[int, list[int]] = {}
+        for number in range(under_way + 1, len(tasks)):
+            if tasks[number].stream is Stream.CPU:
+                found.setdefault(max((under_way, *tasks[number].after)), []).append(number)
+
+        def left(number: int) -> int:
+            return max((other for other in tasks[number].after if other < under_way), default=0)
+
+        found.get(under_way, []).sort(key=left)
+        return found
 
     def _streams(self, task: Task) -> bool:
         """Return whether the weights of the task's subgroup stream."""

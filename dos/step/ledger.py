@@ -19,10 +19,11 @@ from dos.state.record import ParameterRecord
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
-from dos.step.host_lane import HostLane, InPlaceLane, Turn, Turns
+from dos.step.host_lane import HostLane, InPlaceLane
 from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit, wait_for_all
+from dos.step.turns import Turn, Turns
 from dos.step.unseen import UnseenWrites
 from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
@@ -377,13 +378,16 @@ class Ledger:
         found: Sequence[SubgroupState],
         workload: Workload,
         iteration: Iteration,
+        *,
+        attached: bool,
     ) -> None:
         """Issue a step whose memory is reserved.
 
         subjects, found: by index. workload: the one for which the plan was made. iteration: of the step.
+        attached: whether the next forward waits for parameters one by one.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
-        turns = self._begin()
+        turns = self._begin(by_number=attached)
         with self._failing(turns):
             self._follow_parameters(plan, subjects, found)
             found, begun = self._inherit(plan, subjects, found)
@@ -452,7 +456,7 @@ class Ledger:
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self, *, by_number: bool = False) -> Turns:
+    def _begin(self, *, by_number: bool) -> Turns:
         """Begin to issue a step. by_number: as for `Turns`."""
         self.exposed = False
         # User code may write to its views only until a step begins: no state need be mapped again after this.
@@ -725,7 +729,7 @@ class Ledger:
             if self.stores.disk is not None:
                 self.stores.disk.renew()
             if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
-                self._turns, self._lane_done = Turns(by_number=True), None
+                self._turns, self._lane_done = Turns(by_number=self._turns.by_number), None
 
     def trim(self) -> None:
         """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""

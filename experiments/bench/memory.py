@@ -8,7 +8,8 @@ A small GPT trains on the emulated accelerator with the proportions of a publish
 The training's own memory follows the trace of that rank by phase of the iteration. Another process may want memory,
 too: it takes what is free and waits for the rest. Adaptive runs are compared with everything on the CPU, with the fixed
 stride and ratio that would have been best for the memory of the whole run, and with the bound for the memory of each
-iteration. Times are the mean per iteration where memory changes, the median where it does not.
+iteration. Some rows offload gradients. Times are the mean per iteration where memory changes, the median where it does
+not.
 """
 
 from __future__ import annotations
@@ -138,7 +139,10 @@ def measure(iterations: int, on_progress: Progress, only: Collection[str] | None
 
 
 def settings(iterations: int) -> dict[str, Setting]:
-    """All scripts by name: recorded ranks alone, the first beside each neighbour, and with memory that stays free."""
+    """All scripts by name: recorded ranks alone, the first beside each neighbour, and with memory that stays free.
+
+    Those that offload gradients are of memory that stays free for half of the state, and for most of it, and of noise.
+    """
     ranks = {trace: Setting.of(PublishedRank.read(trace)) for trace in TRACES}
     first = next(iter(ranks.values()))
     beside = {
@@ -146,7 +150,9 @@ def settings(iterations: int) -> dict[str, Setting]:
     }
     state = first.rank.loads.state_bytes
     free = {"ample": 2 * state, "half": state // 2, "none": 0}
-    return ranks | beside | {name: first.with_free(nbytes) for name, nbytes in free.items()}
+    found = ranks | beside | {name: first.with_free(nbytes) for name, nbytes in free.items()}
+    offloading = {"half": found["half"], "four fifths": first.with_free(4 * state // 5), "noise": found["noise"]}
+    return found | {f"{name}, offload": dataclasses.replace(each, offloads=True) for name, each in offloading.items()}
 
 
 def row(script: str, setting: Setting, batches: Sequence[Batch], candidates: int) -> dict[str, Any]:
@@ -181,10 +187,11 @@ def row(script: str, setting: Setting, batches: Sequence[Batch], candidates: int
 
 @dataclass(frozen=True)
 class Setting:
-    """A model's rank, and the neighbour it has: points of (iteration, bytes)."""
+    """A model's rank, and the neighbour it has: points of (iteration, bytes). offloads: whether gradients are."""
 
     rank: PublishedRank
     neighbour: Points = NOBODY
+    offloads: bool = False
 
     @property
     def changes(self) -> bool:
@@ -200,7 +207,11 @@ class Setting:
 
     def workload(self, iteration: int) -> Workload:
         """The iteration with the memory that there was for it."""
-        return self.rank.workload(Script(self.neighbour, lambda: iteration)())
+        work = self.rank.workload(Script(self.neighbour, lambda: iteration)())
+        if not self.offloads:
+            return work
+        loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in work.subgroups)
+        return dataclasses.replace(work, subgroups=loads, passing_bytes=max(load.returned_bytes for load in loads))
 
     def with_free(self, nbytes: int) -> Setting:
         """The setting on a device that always has `nbytes` for optimizer state."""
@@ -227,6 +238,7 @@ class MemoryRun(Run):
             policy=policy,
             subgroup_size=rank.loads.subgroups[0].numel,
             device=device,
+            offload_gradients=setting.offloads,
             state_format="float32",  # as in the published rank, whose memory is scaled down
             lr=1e-3,
         )
@@ -312,8 +324,8 @@ def simulated_s(setting: Setting, iterations: int, policy: Policy) -> float:
         there = dataclasses.replace(plan, placements=placements, slots=slots)
         return makespan(there, works[0], setting.rank.profile, SCOPE)
 
-    fitting = ((work.shared_free_bytes - _held(plan, work)) // work.slot_bytes for work in works)
-    return setting.rank.forward_s + statistics.fmean(seconds(int(max(0, min(plan.slots, n)))) for n in fitting)
+    fitting = (work.slots_within(work.shared_free_bytes - _held(plan, work), plan.slots) for work in works)
+    return setting.rank.forward_s + statistics.fmean(seconds(n) for n in fitting)
 
 
 def _held(plan: Plan, work: Workload) -> int:

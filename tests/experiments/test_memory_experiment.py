@@ -67,6 +67,22 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
     assert memory.bound_s(alone, 2) < memory.bound_s(third, 4) < memory.bound_s(alone.with_free(0), 2)
 
 
+def test_rows_that_offload_gradients_have_the_memory_and_the_bits_of_those_that_do_not(tiny: None) -> None:
+    found = memory.settings(ITERATIONS)
+    for name in ("half", "noise"):
+        plain, offloads = found[name], found[f"{name}, offload"]
+        assert (plain.rank, plain.neighbour) == (offloads.rank, offloads.neighbour)
+        work = offloads.workload(0)
+        assert all(load.returned_bytes == load.gradient_bytes for load in work.subgroups)
+        assert work.passing_bytes == work.subgroups[0].gradient_bytes
+        assert work.peak_free_bytes == plain.workload(0).peak_free_bytes
+    ((name, policy), *_) = memory.fixed_policies(found["four fifths, offload"], 1)
+    assert name.startswith("ratio")
+    runs = train(found["half, offload"], ["adaptive", policy], batches(3))
+    (on_cpu,) = train(found["half"], ["cpu"], batches(3))
+    assert all(run.equals(on_cpu) for run in runs)
+
+
 def test_each_wrong_figure_of_a_script_misses_one_limit() -> None:
     row = {
         "script": "step up",

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
-from dos.devices.base import HostJob, ThreadJob
+from dos.devices.base import HostJob
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, prepare
 from dos.state.device_store import DeviceStore
-from dos.step import host_lane
+from dos.step import turns as turns_module
 from dos.step.futures import reject, resolve
-from dos.step.host_lane import HostLane, Turn, Turns
+from dos.step.host_lane import HostLane
+from dos.step.turns import Turn, Turns
 from dos.step.work import HostUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
@@ -291,7 +292,7 @@ def test_an_exception_as_a_turn_is_given_ends_the_step(late: bool, monkeypatch: 
     model = mlp()
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=100, device=Waiting())
     model(torch.ones(8, 24)).square().mean().backward()
-    monkeypatch.setattr(host_lane, "deque", Interrupted)
+    monkeypatch.setattr(turns_module, "deque", Interrupted)
     ended = list[BaseException]()
 
     def step() -> None:
@@ -315,19 +316,3 @@ def test_an_answer_that_comes_late_is_no_error() -> None:
     reject(future, ValueError())
     resolve(future, 2)
     assert future.result() == 1
-
-
-def test_turns_of_backward_are_taken_by_number_once_their_gradients_have_arrived() -> None:
-    """Forward needs the lowest number first; where none has arrived, the first that was given is waited for."""
-    arrived, coming = Future[Span](), Future[Span]()
-    arrived.set_result(Span(Lane.D2H, Op.GRADIENT, 0, 0.0, 0.0))
-    turns, plain = Turns(by_number=True), Turns()
-    for each in (turns, plain):
-        for number, future in ((5, arrived), (1, coming), (4, arrived), (3, arrived)):
-            each.give(turn(number, lambda: lambda: None)._replace(ready=(ThreadJob(future),)))
-    assert [turns.take()[1].number for _ in range(4)] == [3, 4, 5, 1]
-    assert [plain.take()[1].number for _ in range(4)] == [5, 1, 4, 3]
-    for number in (2, 1):
-        turns.give(turn(number, lambda: lambda: None)._replace(ready=(ThreadJob(coming),)))
-    assert turns.take() is not None
-    assert turns.take()[1].number == 1

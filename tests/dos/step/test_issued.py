@@ -129,7 +129,9 @@ def compare(schedule: Schedule, device: Recording, early: int) -> None:
         numbers[asked.job] = "under way", *_what(task)
 
     def waits(task: Task) -> set[object]:
-        return {("under way", *_what(tasks[n])) if n < under_way else n for n in task.after}
+        # What `step()` issues has no piece of backward to wait for.
+        before = [n for n in task.after if n >= under_way or tasks[n].op is not Op.BACKWARD]
+        return {("under way", *_what(tasks[n])) if n < under_way else n for n in before}
 
     # Before the step, the host's lane has added up what came of offloaded gradients.
     added = {asked.job for asked in device.by_caller[:early]} - numbers.keys()
@@ -146,17 +148,18 @@ def compare(schedule: Schedule, device: Recording, early: int) -> None:
             assert asked.slot == task.slot
         assert asked.job is not None
         numbers[asked.job] = number
-    on_host = [n for n in range(under_way + 1, len(tasks)) if tasks[n].stream in (Stream.CPU, Stream.PARAMETER)]
-    for number, asked in zip(on_host, device.by_host, strict=True):
-        task = tasks[number]
-        if task.stream is Stream.CPU:
-            assert (asked.op, asked.stream, asked.size) == (task.op, task.stream, task.size)
-            # The host called step(), so it need not wait for that.
-            assert waited(asked) == waits(task) - {under_way}
-        else:
-            assert _what(asked) == _what(task)
-            assert task.after[0] == number - 1, "parameters go up at the end of their update"
-            assert waited(asked) == waits(task) - {number - 1}
+    # In any order: updates run as their gradients arrive.
+    on_host = {tasks[n].subgroup: n for n in range(under_way + 1, len(tasks)) if tasks[n].stream is Stream.CPU}
+    assert len(device.by_host) == 2 * len(on_host)
+    for asked, upload in zip(device.by_host[::2], device.by_host[1::2], strict=True):
+        number = on_host.pop(upload.subgroup)
+        task, parameter = tasks[number : number + 2]
+        assert (asked.op, asked.stream, asked.size) == (task.op, task.stream, task.size)
+        # The host called step(), so it need not wait for that.
+        assert waited(asked) == waits(task) - {under_way}
+        assert _what(upload) == _what(parameter)
+        assert parameter.after[0] == number, "parameters go up at the end of their update"
+        assert waited(upload) == waits(parameter) - {number}
 
 
 def _what(made: Asked | Task) -> tuple[Op, Stream, int | None, int]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 import dos
 from dos import DOSAdam, EmulatedDevice, signals
 from dos.planning.policies import resolve_policy
-from dos.step.host_lane import Turns
 from dos.step.ledger import Ledger
+from dos.step.turns import Turns
 from tests.support import blocks
 from tests.support.training import FAST, bits
 
@@ -334,10 +334,10 @@ def test_another_thread_that_reads_state_meanwhile_waits(tmp_path: Path) -> None
     thread = threading.Thread(target=lambda: read.append(run.optimizer.state[parameter]["step"].clone()))
     plain = Ledger.issue
 
-    def issue(ledger: Ledger, *arguments: Any) -> None:
+    def issue(ledger: Ledger, *arguments: Any, attached: bool) -> None:
         thread.start()
         thread.join(0.1)
-        plain(ledger, *arguments)
+        plain(ledger, *arguments, attached=attached)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "issue", issue)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Job, ThreadJob
-from dos.step.host_lane import HostLane, Turn
+from dos.step.host_lane import HostLane
 from dos.step.ledger import Ledger
+from dos.step.turns import Turn
 from perfmodel import Lane, Op, Span
 from tests.support.races.checker import Checker, here
 from tests.support.races.shadow import Clock

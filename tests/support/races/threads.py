@@ -12,7 +12,7 @@ import pytest
 from torch.utils._python_dispatch import _push_mode
 
 from dos.kernels.update import Order as Plain
-from dos.step import host_lane
+from dos.step import turns
 from tests.support.races.checker import OURS, Checker, Mode, here
 from tests.support.races.names import places_now
 from tests.support.races.shadow import Clock
@@ -158,5 +158,5 @@ def patch_threads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ThreadPoolExecutor, "submit", submitting)
     patch.setattr(threading.Thread, "start", starting)
     patch.setattr(threading.Thread, "join", joining)
-    patch.setattr(host_lane, "Condition", Condition)
-    patch.setattr(host_lane, "Order", Order)
+    patch.setattr(turns, "Condition", Condition)
+    patch.setattr(turns, "Order", Order)
