@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -557,9 +558,11 @@ class Session:
             self.synchronize()
 
     def sample_memory(self) -> None:
-        """Sample the device's memory in forward, unless the last sample is recent."""
-        if self.on_device is not None:
-            self.on_device.decisions.memory.sample()
+        """Sample the device's memory in forward, unless the last sample is recent or a graph is captured."""
+        memory = None if self.on_device is None else self.on_device.decisions.memory
+        # Asked last: a capture, in which nothing may be measured, is rare, and each module of a forward calls this.
+        if memory is not None and time.perf_counter() >= memory.due and not self.capturing():
+            memory.sample()
 
     def _lists(self) -> list[GroupParameters]:
         """Return the groups' lists of parameters, without those that user code has set."""

@@ -105,6 +105,7 @@ class HostStore:
             tensor.release(subgroup.start, subgroup.stop)
         # Staged parameters are released with the home: an update must not join masters with the zeros left there.
         subgroup.newest.clear()
+        subgroup.uploads.forget()  # the staging may be other memory when it is allocated again
 
     def home_bytes(self, subgroup: Subgroup, *, made: bool = False) -> int:
         """Return the bytes of a home and of updates there. made: only bytes that `drop` would release."""

@@ -176,9 +176,12 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     runtime.capturing = False
     optimizer.synchronize()
     optimizer.zero_grad()
+    memory = session_of(optimizer).decisions.memory
+    before, memory.due = memory.reading, 0.0
     runtime.capturing = True
     backward()
     runtime.capturing = False
+    assert memory.reading is before, "no memory was measured, although a sample is due"
     optimizer.step()
     assert not session_of(optimizer).unfinished, "what a replay reads is there"
 
