@@ -143,6 +143,10 @@ class Homes:
                 "user code wrote to a tensor of optimizer.state that is on disk, where tensors can only be read; to "
                 "change state load it: optimizer.load_state_dict(optimizer.state_dict()) takes what was written"
             )
+
+    def begin_step(self) -> None:
+        """Begin a step, until which user code may write to its views: no state need be mapped again after this."""
+        self.exposed.clear()
         self._shown.clear()
 
 

@@ -459,8 +459,7 @@ class Ledger:
     def _begin(self, *, by_number: bool) -> Turns:
         """Begin to issue a step. by_number: as for `Turns`."""
         self.exposed = False
-        # User code may write to its views only until a step begins: no state need be mapped again after this.
-        self.stores.homes.exposed.clear()
+        self.stores.homes.begin_step()
         self._turns, self._lane_done = Turns(by_number=by_number), None
         return self._turns
 

@@ -63,7 +63,8 @@ def runs_within_itself(module: nn.Module) -> bool:
 def running_modules() -> Iterator[nn.Module]:
     """Return the modules whose calls run in this thread, from the innermost one."""
     call = nn.Module.__call__.__code__
-    return (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is call)
+    # Another library's call in the place of torch's, as of fx's tracer, may name its module otherwise.
+    return (f.f_locals["self"] for f, _ in walk_stack(sys._getframe()) if f.f_code is call and "self" in f.f_locals)
 
 
 def makes_state() -> bool:

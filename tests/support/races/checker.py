@@ -168,10 +168,10 @@ class Checker:
         self._do(note)
 
     def _add(self, race: Race) -> None:
-        for access in (race.before, race.after):
+        for access, other in ((race.before, race.after), (race.after, race.before)):
             job = access.job
-            # What such a job writes is memory of ours, whoever uses the copy.
-            if job in self._unused and not access.writes:
+            # What such a job writes is memory of ours, whoever uses the copy; so is what another job of ours writes.
+            if job in self._unused and not access.writes and not other.job:
                 self._unused[job].append(race)
                 return
             if any(race.first < end and first < race.end for first, end in self._again.get(job, ())):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,26 @@ def test_a_write_to_state_on_disk_is_refused_until_it_is_loaded(tmp_path: Path, 
     for each, its in ((optimizer, model), (other, twin)):
         train(its, each, 2, first_step=4)
     assert everything(model, optimizer) == everything(twin, other)
+
+
+def test_views_are_watched_until_a_step_begins(tmp_path: Path) -> None:
+    """Not only until one is prepared, which is skipped or refused then."""
+    model, optimizer = started(tmp_path, skip_nonfinite=True)
+    view, last = optimizer.state_dict()["state"][0]["exp_avg"], [*model.parameters()][-1]
+    backward(model, 3)
+    assert last.grad is not None
+    gradient = last.grad
+    last.grad = gradient.to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    last.grad = gradient.fill_(math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    view.mul_(2)
+    with pytest.raises(RuntimeError, match="can only be read"):
+        train(model, optimizer, 1, first_step=4)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 1, first_step=5)
 
 
 def test_a_write_that_torch_does_not_count_is_found_in_the_file(tmp_path: Path) -> None:
