@@ -151,7 +151,8 @@ def settings(iterations: int) -> dict[str, Setting]:
     state = first.rank.loads.state_bytes
     free = {"ample": 2 * state, "half": state // 2, "none": 0}
     found = ranks | beside | {name: first.with_free(nbytes) for name, nbytes in free.items()}
-    offloading = {"half": found["half"], "four fifths": first.with_free(4 * state // 5), "noise": found["noise"]}
+    offloading = {"half": found["half"], "four fifths": first.with_free(4 * state // 5)}
+    offloading |= {name: each for name, each in beside.items() if name == "noise"}
     return found | {f"{name}, offload": dataclasses.replace(each, offloads=True) for name, each in offloading.items()}
 
 

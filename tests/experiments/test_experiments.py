@@ -100,7 +100,7 @@ def shares_on_disk_are_read_and_written(rows: Rows, _: Any) -> None:
 
 
 def memory_holds_and_is_used(rows: Rows, _: Any) -> None:
-    trace, beside, ample, half, none = rows
+    trace, beside, ample, half, none, *offloading = rows
     assert [trace["script"], beside["script"]] == [TRACE, "step up"]
     for row in rows:
         assert not row["capacity_exceeded"]
@@ -108,6 +108,7 @@ def memory_holds_and_is_used(rows: Rows, _: Any) -> None:
     assert ample["moved_after_first"] == 0
     assert half["fits_share"] == pytest.approx(0.5, abs=0.1)
     assert none["same_traffic"]
+    assert [row["script"] for row in offloading] == ["half, offload", "four fifths, offload"]
 
 
 def plans_meet_their_figures(rows: Rows, _: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.step.turns import Turn, Turns
 from perfmodel import Op
 from tests.support.devices import Copying, UpdatesAfterStep
 from tests.support.processes import run_python
@@ -198,8 +199,22 @@ class Reading(nn.Module):
         return nn.functional.linear(self.second(self.first(x)), self.read.weight)
 
 
-def test_an_attached_model_is_updated_in_the_order_of_use() -> None:
-    """Behind that for which step() itself waits, because no module does: a forward would begin after all updates."""
+def test_an_attached_model_is_updated_in_the_order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all has arrived, behind that for which step() itself waits, because no module does.
+
+    Else a forward would begin after all updates.
+    """
+    take = Turns.take
+
+    def take_of_all(turns: Turns) -> tuple[int, Turn] | None:
+        with turns._changed:
+            turns._changed.wait_for(lambda: turns._closed)
+            for turn in turns._waiting:
+                for job in turn.ready:
+                    job.wait()
+        return take(turns)
+
+    monkeypatch.setattr(Turns, "take", take_of_all)
     model, device = Reading(), Copying()
     groups = [{"params": list(module.parameters())} for module in (model.second, model.first, model.read)]
     optimizer = DOSAdam(groups, policy="cpu", device=device)
