@@ -24,7 +24,14 @@ EXAMPLES = int(os.environ.get("DOS_EXAMPLES", "50"))
 settings.register_profile("tests", max_examples=EXAMPLES, deadline=None, print_blob=True)  # machines are too noisy
 settings.load_profile("tests")
 
-LONGEST = ("test_ddp.py", "test_stateful.py", "test_interrupts.py", "test_full_finetune_example.py", "test_package.py")
+LONGEST = (
+    "test_simdev.py",
+    "test_ddp.py",
+    "test_stateful.py",
+    "test_interrupts.py",
+    "test_full_finetune_example.py",
+    "test_package.py",
+)
 """The first of those that need ranks, and others that take long: begun first, so that workers end together."""
 
 

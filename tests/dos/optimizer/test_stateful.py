@@ -427,6 +427,7 @@ class Lockstep(RuleBasedStateMachine):
         for run in self.runs:
             for moment in run.moments():
                 moment.mul_(0.5)
+        self._load_written()
 
     def each_gradient(self, which: int) -> Iterator[Tensor]:
         """The same gradient in each run, for writing to it."""

@@ -33,7 +33,11 @@ def calls_of_ours() -> list[CodeType]:
 def files(calls: Sequence[CodeType]) -> list[str]:
     """In which they are, outermost first; without those around backward once it was asked for more in this process."""
     found = dict.fromkeys(str(Path(code.co_filename).relative_to(OURS)) for code in reversed(calls))
-    return [file for file in found if file not in ("in_backward.py", "weights/inputs.py", "weights/interrupted.py")]
+    return [
+        file
+        for file in found
+        if file not in ("in_backward.py", *(f"weights/{name}.py" for name in ("inputs", "interrupted", "parts")))
+    ]
 
 
 @pytest.fixture
