@@ -62,7 +62,7 @@ class Parts:
         self._granted = dataclasses.replace(plan, slots=max(1, plan.slots))
         self._held: list[Final] = []
         self._streamed: list[Final] = []
-        """Those that wait for a slot."""
+        """Updates of streamed state that wait for a slot."""
         self._busy: deque[Sequence[Job]] = deque()
         """The last jobs of each slot that was used, the oldest first."""
         ledger.held = self.issue_rest

@@ -63,7 +63,7 @@ class Turns:
         self.order = Order()
         self._changed = Condition()
         self._waiting: deque[Turn] = deque()
-        """Those that had not arrived when they were last asked."""
+        """Turns that had not arrived when they were last asked."""
         self._arrived: list[tuple[float, int, Turn]] = []
         """A heap: the next one is the first."""
         self._numbers = itertools.count()  # those that have arrived together stay as they were handed over
