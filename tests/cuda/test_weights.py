@@ -324,17 +324,18 @@ def test_what_else_users_do(train: Training, policy: Any) -> None:
     assert_as_on_device(train, 0, policy)
 
 
-@pytest.mark.parametrize(("kind", "run"), [way for way in WAYS if way[0] not in NOT_SIMULATED or not SIMULATED])
-def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any) -> None:
+def assert_as_attached_again(
+    make: Callable[[], nn.Module], steps: int, backward: Callable[[nn.Module, Tensor], None]
+) -> None:
     """Some blocks stay and then none, or the plan says and then all: attached again after each step."""
 
     def end(weights: Any, again: Any = None) -> list[bytes]:
-        model = Stack(kind, run) if weights is not None else Stack(kind, run).to(DEVICE)
+        model = make() if weights is not None else make().to(DEVICE)
         optimizer = DOSAdam(model.parameters(), lr=1e-2, device=DEVICE, offload_gradients=True, subgroup_size=400)
         optimizer.attach(model, weights=weights)
-        for step in range(2):
+        for step in range(steps):
             x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            model(x.to(DEVICE)).square().mean().backward()
+            backward(model, x.to(DEVICE))
             optimizer.step()
             optimizer.zero_grad()
             if again is not None:
@@ -343,6 +344,11 @@ def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any)
         return bits(on_host(model.parameters()))
 
     assert end(1, again=0) == end("auto", again=1.0) == end(None)
+
+
+@pytest.mark.parametrize(("kind", "run"), [way for way in WAYS if way[0] not in NOT_SIMULATED or not SIMULATED])
+def test_a_weight_is_reached_in_any_way(kind: Callable[[], nn.Module], run: Any) -> None:
+    assert_as_attached_again(lambda: Stack(kind, run), 2, lambda model, x: backward(alone(model, x), []))
 
 
 def alone(model: nn.Module, x: Tensor) -> Tensor:
@@ -376,22 +382,11 @@ def gradients(result: Tensor, parameters: list[Tensor]) -> None:
 def test_gradients_are_asked_for_in_any_way(
     loss: Callable[[nn.Module, Tensor], Tensor], way: Callable[[Tensor, list[Tensor]], None]
 ) -> None:
-    def end(weights: Any, again: Any = None) -> list[bytes]:
-        model = Stack(Parts) if weights is not None else Stack(Parts).to(DEVICE)
-        optimizer = DOSAdam(model.parameters(), lr=1e-2, device=DEVICE, offload_gradients=True, subgroup_size=400)
-        optimizer.attach(model, weights=weights)
-        for step in range(3):
-            x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
-            late(Op.GRADIENT, 0.01)
-            way(loss(model, x.to(DEVICE)), list(model.parameters()))
-            optimizer.step()
-            optimizer.zero_grad()
-            if again is not None:
-                optimizer.attach(model, weights=again)
-        optimizer.synchronize()
-        return bits(on_host(model.parameters()))
+    def train(model: nn.Module, x: Tensor) -> None:
+        late(Op.GRADIENT, 0.01)
+        way(loss(model, x), list(model.parameters()))
 
-    assert end(1, again=0) == end("auto", again=1.0) == end(None)
+    assert_as_attached_again(lambda: Stack(Parts), 3, train)
 
 
 def on_two_streams(block: nn.Module, x: Tensor) -> Tensor:
