@@ -88,6 +88,7 @@ class Rig:
         self.subgroups = -(-job.numel // size)
         self.slot_bytes = state.state_bytes * size
         self.budget = 0
+        self.updates: str | None = None
         self.model = job.model(device)
         self.optimizer = DOSAdam(
             self.model.parameters(),
@@ -130,17 +131,23 @@ class Trains(Contender):
 
 
 class Ours(Trains):
-    """DOSAdam under one policy. share: of the state, for which there is memory."""
+    """DOSAdam under one policy.
 
-    def __init__(self, name: str, rig: Rig, policy: Policy, share: float = 0.0) -> None:
+    share: of the state, for which there is memory. updates: of `attach`, which `open` calls; None: it does not.
+    """
+
+    def __init__(self, name: str, rig: Rig, policy: Policy, share: float = 0.0, updates: Any = None) -> None:
         super().__init__(name, rig.model, rig.optimizer)
-        self.share = share
+        self.share, self._updates = share, updates
         self._rig, self._policy, self.learns = rig, policy, isinstance(policy, AdaptivePolicy)
 
     def open(self) -> None:
         self._rig.switch.current = self._policy
         # Half a subgroup more than the whole ones that fit, so that rounding cannot make them one fewer.
         self._rig.budget = int((round(self.share * self._rig.subgroups) + 0.5) * self._rig.slot_bytes)
+        if self._updates is not None and self._updates != self._rig.updates:
+            self.optimizer.attach(self.model, updates=self._updates)
+            self._rig.updates = self._updates
 
     def timeline(self) -> Timeline:
         """Of the last update."""

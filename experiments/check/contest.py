@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dos import EmulatedDevice
 from dos.machine.threads import kernel_threads
 from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
@@ -34,10 +35,11 @@ from experiments.check.contenders import (
     installed,
     reference,
 )
-from experiments.check.models import HOST_BYTES, MEDIUM, Batch, emulated_device, fitted, prepare
+from experiments.check.models import HOST_BYTES, MEDIUM, Batch, Job, emulated_device, fitted, prepare
 from experiments.harness import Dropped, Limit, medians, ratio, take_turns, timed
 from perfmodel import Timeline
-from perfmodel.format import CODED
+from perfmodel.format import CODED, SPLIT, Format
+from perfmodel.hardware import HardwareProfile
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,7 @@ NOISE = 0.03
 """By so much one policy may seem slower than another without being it."""
 CPU = "CPU only"
 INT8 = ", int8 state"
-SHARE_OF_ATTACHED = 0.3
-"""Of the time: for the contest of attached models."""
+IN_BACKWARD = ", updates in backward"
 PEER_HOST_BYTES = 32
 """For each parameter: a peer's state, and pinned memory that is rounded up to a power of two."""
 
@@ -90,80 +91,116 @@ def named(share: float) -> str:
     return f"adaptive, memory for {share:.0%}"
 
 
+@dataclass(frozen=True)
+class Field:
+    """The job of a contest, and what all of its contenders share. size: elements of a subgroup."""
+
+    job: Job
+    device: torch.device
+    emulated: EmulatedDevice | None
+    profile: HardwareProfile
+    size: int
+    peers: Sequence[Kind]
+
+    @classmethod
+    def of(cls, bench: Bench) -> Field:
+        """Of the model for which there is memory. Peers take part on a GPU alone. Raises Skipped for want of memory."""
+        device, peers = prepare(bench), installed() if bench.cuda else []
+        host_bytes = HOST_BYTES + CODED.held_bytes + PEER_HOST_BYTES * len(peers)
+        job = fitted(MEDIUM[bench.size], bench, each=math.ceil(host_bytes))
+        size = -(-job.numel // SUBGROUPS[bench.size])
+        emulated = None if bench.cuda else emulated_device(job, size)
+        profile = measured_profile(bench.out, device) if emulated is None else emulated.profile
+        bench.note(
+            model=dataclasses.asdict(job.config),
+            parameters=job.numel,
+            batch=job.batch,
+            kernel_threads=kernel_threads(),
+            profile=profile.to_json(),
+            peers={peer.name: peer.precision for peer in peers},
+        )
+        return cls(job, device, emulated, profile, size, peers)
+
+    def rig(self, state: Format = SPLIT) -> Rig:
+        """A model with its DOSAdam."""
+        return Rig(self.job, self.device, self.emulated, self.profile, self.size, state)
+
+    def ours(self, rig: Rig, *names: str, of: str = "", updates: str | None = None) -> list[Contender]:
+        """Fixed policies by their names, and adaptive ones. updates: of `attach`; None: the model is not attached."""
+        adaptive = {named(share): (AdaptivePolicy(self.profile), share) for share in SHARES}
+        policies = adaptive | {name: (resolve_policy(policy), share) for name, (policy, share) in FIXED.items()}
+        return [Ours(name + of, rig, *policies[name], updates=updates) for name in names]
+
+    def on_device(self, *names: str, rigs: Sequence[Rig]) -> list[Contender]:
+        """References, for which the state of the rigs leaves the device."""
+
+        def release() -> None:
+            for rig in rigs:
+                rig.release()
+
+        return [Own(reference(name, self.emulated), self.job, self.device, before=release) for name in names]
+
+    def others(self) -> list[Contender]:
+        """Peers. Each is built once before the first round, which would seem to take longer than the next."""
+        others = [Own(peer, self.job, self.device) for peer in self.peers]
+        for other in others:
+            with contextlib.suppress(Broken, torch.OutOfMemoryError):
+                other.open()
+            other.close()
+        return [*others]
+
+
 def run(bench: Bench) -> None:
     """AdamW on the GPU, peers that are installed, fixed policies, and adaptive plans with memory for some of the state.
 
-    Then some of them with attached models, and state in int8. Peers take part on a GPU alone.
+    No model is attached: an update begins when backward has ended, and ends before the next forward.
     """
-    device, peers = prepare(bench), installed() if bench.cuda else []
-    host_bytes = HOST_BYTES + CODED.held_bytes + PEER_HOST_BYTES * len(peers)
-    job = fitted(MEDIUM[bench.size], bench, each=math.ceil(host_bytes))
-    size = -(-job.numel // SUBGROUPS[bench.size])
-    emulated = None if bench.cuda else emulated_device(job, size)
-    profile = measured_profile(bench.out, device) if emulated is None else emulated.profile
-    batches = job.batches(2, device)
+    field = Field.of(bench)
+    batches = field.job.batches(2, field.device)
     start = time.perf_counter()
-    rig = Rig(job, device, emulated, profile, size)
+    rig = field.rig()
     rig.model(*batches[0]).backward()
     rig.optimizer.step()  # allocates the state
     rig.optimizer.synchronize()
     said = rig.optimizer.explain()
     state = [tensor for entry in rig.optimizer.state.values() for tensor in entry.values() if tensor.dim()]
     bench.note(
-        model=dataclasses.asdict(job.config),
-        parameters=job.numel,
-        batch=job.batch,
         subgroups=rig.subgroups,
         set_up_s=time.perf_counter() - start,
-        kernel_threads=kernel_threads(),
-        profile=profile.to_json(),
-        peers={peer.name: peer.precision for peer in peers},
         pinned=all(tensor.is_pinned() for tensor in state) if bench.cuda else None,  # what is emulated need not be
         memory_source=next((source.value for source in Source if f"says {source.value}" in said), None),
     )
-
-    def ours(*names: str, rig: Rig = rig, of: str = "") -> list[Contender]:
-        """Fixed policies by their names, and adaptive ones."""
-        adaptive = {named(share): (AdaptivePolicy(profile), share) for share in SHARES}
-        policies = adaptive | {name: (resolve_policy(policy), share) for name, (policy, share) in FIXED.items()}
-        return [Ours(name + of, rig, *policies[name]) for name in names]
-
-    def on_device(*names: str) -> list[Contender]:
-        return [Own(reference(name, emulated), job, device, before=rig.release) for name in names]
-
-    others = [Own(peer, job, device) for peer in peers]
-    for other in others:  # before the first round, which would seem to take longer than the next
-        with contextlib.suppress(Broken, torch.OutOfMemoryError):
-            other.open()
-        other.close()
     # The ones that matter most come first, in case that there is no time for the others.
     contenders = [
-        *(*ours(CPU, named(0.5), named(1.0)), *on_device(MASTERS, NOTHING), *others, *on_device(PLAIN)),
-        *ours(named(SLOTS_SHARE), "stride 2", "ratio 0.5", *map(named, SHARES[3:]), *list(FIXED)[3:]),
+        *field.ours(rig, CPU, named(0.5), named(1.0)),
+        *field.on_device(MASTERS, NOTHING, rigs=[rig]),
+        *field.others(),
+        *field.on_device(PLAIN, rigs=[rig]),
+        *field.ours(rig, named(SLOTS_SHARE), "stride 2", "ratio 0.5", *map(named, SHARES[3:]), *list(FIXED)[3:]),
     ]
-    effort, later_s = EFFORTS[bench.size], bench.left() * SHARE_OF_ATTACHED
-    compete(bench, contenders, batches, effort, peers, left=lambda: bench.left() - later_s)
-    small = Rig(job, device, emulated, profile, size, CODED)
-    for each in (rig, small):
-        each.optimizer.attach(each.model)
-    names = (CPU, named(SLOTS_SHARE), named(0.5))
-    contenders = [*ours(*names), *ours(*names[:2], rig=small, of=INT8), *on_device(MASTERS), *others]
-    compete_attached(bench, contenders, batches, dataclasses.replace(effort, updates=0), peers)
+    compete(bench, contenders, batches, EFFORTS[bench.size], field.peers)
 
 
-def compete_attached(
-    bench: Bench, contenders: Sequence[Contender], batches: Sequence[Batch], effort: Effort, peers: Sequence[Kind]
-) -> None:
-    """The contest of attached models, whose updates go on in the next forward; only iterations are compared."""
+def run_attached(bench: Bench) -> None:
+    """The contest of attached models, whose updates go on in the next forward, or begin in backward.
+
+    Only iterations are compared. Of ours with exact state and in int8.
+    """
+    field = Field.of(bench)
+    exact, small = rigs = [field.rig(), field.rig(CODED)]
+    contenders: list[Contender] = []
+    for updates, of in (("step", ""), ("backward", IN_BACKWARD)):
+        contenders += field.ours(exact, CPU, named(SLOTS_SHARE), named(0.5), of=of, updates=updates)
+        contenders += field.ours(small, CPU, named(SLOTS_SHARE), of=INT8 + of, updates=updates)
     scores = run_rounds(
-        contenders,
-        batches,
-        effort,
+        [*contenders, *field.on_device(MASTERS, NOTHING, rigs=rigs), *field.others()],
+        field.job.batches(2, field.device),
+        dataclasses.replace(EFFORTS[bench.size], updates=0),
         Clock(bench.cuda),
         bench.left,
         lambda scores: bench.note(attached=summaries(scores)),
     )
-    judge_peers(bench, scores, peers, [name for name in scores if name.startswith((CPU, "adaptive"))], "attached ")
+    judge_peers(bench, scores, field.peers, [contender.name for contender in contenders], "attached ")
 
 
 def compete(
@@ -172,7 +209,6 @@ def compete(
     batches: Sequence[Batch],
     effort: Effort,
     peers: Sequence[Kind] = (),
-    left: Callable[[], float] | None = None,
 ) -> None:
     """The contest, with its targets; an update of each of ours is kept as a Chrome trace."""
     kept: dict[str, Timeline] = {}
@@ -183,7 +219,7 @@ def compete(
         kept.update({name: mine[name].timeline() for name in last})
         bench.note(contenders=summaries(scores))
 
-    scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), left or bench.left, on_progress)
+    scores = run_rounds(contenders, batches, effort, Clock(bench.cuda), bench.left, on_progress)
     judge(bench, scores, peers)
     folder, traces = bench.out / "timelines", {}
     folder.mkdir(exist_ok=True)

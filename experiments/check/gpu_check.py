@@ -36,7 +36,8 @@ WIDTH = 160
 CHECKS = (
     Check("environment", "what this machine is, and whether its memory can be pinned", environment.run, share=8),
     Check("calibration", "rates of this machine", calibration.run, share=25, least_s=12),
-    Check("contest", "against AdamW, peers and every kind of policy", contest.run, share=240, least_s=40),
+    Check("contest", "against AdamW, peers and every kind of policy", contest.run, share=140, least_s=40),
+    Check("attached", "the same with attached models", contest.run_attached, share=140, least_s=40),
     Check(
         "streaming",
         "weights that stream, and a model larger than the GPU's memory",
