@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 from pathlib import Path
@@ -179,6 +180,19 @@ def test_every_message_is_in_troubleshooting(package: str) -> None:
     assert len(found) > 40
     missing = [f"{m.where}: {m.essence}" for m in found if m.essence not in page]
     assert not missing, "messages that docs/troubleshooting.md does not have:\n" + "\n".join(missing)
+
+
+def test_messages_are_in_alphabetical_order() -> None:
+    """By the first fixed words, so that a reader finds the text of an error where the page says."""
+    entries = (DOCS / "troubleshooting.md").read_text().partition("\n## Messages\n")[2]
+    found = [
+        (letter, re.sub("[^a-z0-9]+", " ", text.lower()).strip(" 0123456789"))
+        for letter, rows in re.findall(r"^### (.)\n(.*?)(?=^### |\Z)", entries, re.MULTILINE | re.DOTALL)
+        for _, text in re.findall(r"^- (`+)(.+?)\1(?!`)", rows, re.MULTILINE)
+    ]
+    assert len(found) > 300
+    assert [after for before, after in itertools.pairwise(found) if after < before] == []
+    assert all(text.startswith(letter.lower()) for letter, text in found)
 
 
 def test_pages_build_without_warnings(tmp_path: Path) -> None:
