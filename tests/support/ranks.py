@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ DIED = "died"
 
 
 class Ranks:
-    """Processes of one gloo group; started when first used, and again after a failure."""
+    """Processes of one gloo group; started when first used, and again after `stop`."""
+
+    started: ClassVar[WeakSet[Ranks]] = WeakSet()
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -73,9 +76,11 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(mine)
+        self.started.add(self)
 
     def stop(self) -> None:
         """End them; the next `run` starts others."""
+        self.started.discard(self)
         for process in self._processes:
             process.kill()
             process.join()

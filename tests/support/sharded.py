@@ -49,13 +49,16 @@ def batch(step: int, width: int = 11, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(4, width, generator=torch.Generator().manual_seed(step)).to(dtype)
 
 
-@functools.cache  # each mesh takes threads for good
 def mesh_of(size: int | None = None, replicas: int = 1) -> DeviceMesh:
     """Of `size` ranks or all, or of `replicas` times as many; the other ranks have such meshes, too."""
-    world = dist.get_world_size()
-    size = world if size is None else size
-    shape = (world // (size * replicas), replicas, size)
-    whole = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "replicate", "shard"))
+    return _mesh(dist.get_world_size() if size is None else size, replicas)
+
+
+@functools.cache  # each group of a mesh takes threads for good, of which gloo's wakes up 100 times a second
+def _mesh(size: int, replicas: int) -> DeviceMesh:
+    shape = {"copies": dist.get_world_size() // (size * replicas), "replicate": replicas, "shard": size}
+    shape = {name: ranks for name, ranks in shape.items() if ranks > 1 or name == "shard"}
+    whole = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     return whole["replicate", "shard"] if replicas > 1 else whole["shard"]
 
 
