@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize
 
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
@@ -194,6 +193,8 @@ def fit_runs(
     Minimised is the soft-L1 loss of the logarithms of predicted over measured, plus a weak pull towards the prior that
     decides only what the runs leave open. Raises ValueError for no runs or a time that is not positive.
     """
+    from scipy import optimize  # which takes half a second, and most commands fit nothing
+
     measured = _measured(runs, update_s)
     names = list(uncertainty)
     start = np.log([getattr(prior, name) for name in names])
@@ -226,6 +227,8 @@ def non_negative(features: Sequence[Sequence[float]], seconds: Sequence[float], 
 
     rounds: of reweighting; with one, by least squares of relative errors.
     """
+    from scipy import optimize
+
     measured = _measured(features, seconds)
     relative = np.array(features) / measured[:, None]
     scale = np.maximum(relative.max(axis=0), 1e-300)

@@ -19,12 +19,12 @@ from dos import DOSAdam, EmulatedDevice
 from perfmodel import Placement, Plan, Workload
 from perfmodel.adaptive import adaptive
 from tests.support import ROOT
+from tests.support.installed import needs
 from tests.support.processes import python
 from tests.support.training import FAST
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[examples]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install '.[examples]'")
 pytestmark = [
+    needs("transformers", "accelerate"),
     pytest.mark.usefixtures("one_core"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]

@@ -7,10 +7,9 @@ import pytest
 from dos import DOSAdam
 from tests.support.training import everything, loss_of, mlp
 
-accelerate = pytest.importorskip("accelerate")
-
 
 def test_accelerates_accumulation_needs_no_code() -> None:
+    accelerate = pytest.importorskip("accelerate")
     found = []
     for updates in ("step", "backward"):
         accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)

@@ -12,15 +12,11 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from dos import DOSAdam, EmulatedDevice
+from tests.support.installed import needs
 from tests.support.training import FAST
 
-trl = pytest.importorskip("trl", reason="trl is not installed: pip install '.[tools]'")
-peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[tools]'")
-transformers = pytest.importorskip("transformers")
-datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
-
 pytestmark = [
+    needs("trl", "peft", "transformers", "datasets", "tokenizers"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
@@ -36,6 +32,9 @@ def dos_adam(**settings: Any) -> Choice:
 
 
 def tokenizer() -> Any:
+    import tokenizers
+    import transformers
+
     vocabulary = {letter: number for number, letter in enumerate(LETTERS)}
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -45,6 +44,8 @@ def tokenizer() -> Any:
 
 
 def llama() -> nn.Module:
+    import transformers
+
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=len(LETTERS), **shape))
@@ -52,6 +53,10 @@ def llama() -> nn.Module:
 
 
 def trainer(choice: Choice, folder: Path, *, lora: bool, attach: bool, **settings: Any) -> Any:
+    import datasets
+    import peft
+    import trl
+
     rows = [" ".join(LETTERS[(start + step * i) % 26] for i in range(12)) for start in range(8) for step in (1, 2)]
     arguments = trl.SFTConfig(
         str(folder), learning_rate=1e-2, weight_decay=0.1, per_device_train_batch_size=2, logging_steps=1,

@@ -15,8 +15,6 @@ from perfmodel.planner.transformer import Transformer
 from tests.support.fake_ranks import fake_ranks
 from tests.support.ranks import needs_fsdp2
 
-tracker = pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
-
 
 class Block(nn.Module):
     """A feed-forward network; its activations are nothing beside its weights."""
@@ -32,6 +30,7 @@ class Block(nn.Module):
 
 def held_at_peak(layers: int, width: int, vocabulary: int, ranks: int) -> tuple[int, int]:
     """Bytes that forward and backward hold at their peak with FSDP2, and the model's parameters."""
+    tracker = pytest.importorskip("torch.distributed._tools.fsdp2_mem_tracker")
     with fake_ranks(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
         blocks = [Block(width) for _ in range(layers)]
