@@ -136,6 +136,65 @@ def _divided(low: np.ndarray, high: np.ndarray, column: int) -> np.ndarray:
     return ends
 
 
+class _Classes:
+    """The subgroups of a workload by class: those of one size, whose weights stream in any plan or may stay.
+
+    away: the subgroups whose weights stream in any plan.
+    number: of each class, by load and whether its weights stream in any plan.
+    loads, counts, costs: the load of each class, the number of its subgroups, and the demand of one by stream.
+    """
+
+    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+        # Weights that stream in any plan move with updates on the device. Of others it is not known.
+        self.away = workload.streaming(()) if workload.blocks_most == 0 else frozenset()
+        self.number = Counter((load, i in self.away) for i, load in enumerate(workload.subgroups))
+        self.loads, self.counts = [load for load, _ in self.number], np.array(list(self.number.values()), dtype=float)
+        self.costs = [_costs(load, profile, streams=streams) for load, streams in self.number]
+        self._profile = profile
+        self._size = self.counts * np.maximum([load.numel for load in self.loads], 1)
+
+    def least(self, totals: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least of `totals`, by class, for a share of the parameters: of those that have least each."""
+        order = np.argsort(totals / self._size, kind="stable")
+        shares = np.cumsum(self._size[order]) / self._size.sum()
+        return np.append(0.0, shares), np.append(0.0, np.cumsum(np.asarray(totals)[order]))
+
+    def total(self, *streams: Stream, part: int = 0) -> np.ndarray:
+        """Seconds of streams by class; bytes of host DRAM traffic with part=1."""
+        return self.counts * np.array([sum(c[stream][part] for stream in streams) for c in self.costs])
+
+    def beyond(self, stream: Stream) -> np.ndarray:
+        """Seconds of a stream for what goes with the state."""
+        alone = [operation_demand(stream, load.state_bytes, load, self._profile).seconds for load in self.loads]
+        return np.maximum(self.total(stream) - self.counts * alone, 0.0)
+
+    def work(self, *, overlaps_backward: bool) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Work by class, for updates on the CPU, on the device from the host, and of residents."""
+        total, counts = self.total, self.counts
+        returned = np.array([load.returned_bytes > 0 for load in self.loads])
+        gradient = total(Stream.GRADIENT) * (1.0 if overlaps_backward else ~returned)  # else they have left before
+        offloaded = gradient * returned
+        gpu, prefetch, flush = total(Stream.GPU), total(Stream.PREFETCH), total(Stream.FLUSH)
+        come, go = self.beyond(Stream.PREFETCH), self.beyond(Stream.FLUSH) + offloaded
+        zero = np.zeros(len(counts))
+        # Bytes of host DRAM: of gradients that leave for the CPU, or leave though they are offloaded, and of residents.
+        left = total(Stream.GRADIENT, part=1) * (gradient > 0)
+        back = left * returned
+        held = counts * [load.state_bytes for load in self.loads]
+        moved = total(Stream.PREFETCH, Stream.FLUSH, part=1)
+        return {
+            "CPU": (total(Stream.CPU), zero, zero),
+            "parameters": (total(Stream.PARAMETER), zero, zero),
+            "H2D": (zero, prefetch, come),
+            "D2H": (gradient, flush + offloaded, go),
+            "gradients": (gradient, offloaded, offloaded),
+            "GPU": (zero, gpu, np.maximum(gpu - counts * self._profile.launch_latency_s, 0.0)),
+            "slots": (zero, prefetch + gpu + flush, zero),
+            "host": (total(Stream.CPU, Stream.PARAMETER, part=1) + left, moved + back, moved - 2 * held + back),
+            "state": (zero, zero, held),
+        }
+
+
 class _Sums:
     """The work of each lane for plans of one workload, by their shares.
 
@@ -147,57 +206,23 @@ class _Sums:
 
     def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope) -> None:
         self._workload, self._profile, self._scope = workload, profile, scope
-        # Weights that stream in any plan move with updates on the device. Of others it is not known.
-        away = workload.streaming(()) if workload.blocks_most == 0 else frozenset()
-        classes = Counter((load, i in away) for i, load in enumerate(workload.subgroups))
-        loads, counts = [load for load, _ in classes], np.array(list(classes.values()), dtype=float)
-        costs = [_costs(load, profile, streams=streams) for load, streams in classes]
         self._beside = scope.backward is Phase.OVERLAPPED
         self._forward_s = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
-        size = counts * np.maximum([load.numel for load in loads], 1)
+        classes = _Classes(workload, profile)
+        work = classes.work(overlaps_backward=self._beside)
+        self._tables = {name: [classes.least(each) for each in by_placement] for name, by_placement in work.items()}
+        self._slot_bytes = workload.slot_bytes
+        self._one_slot = any(load.returned_bytes > 0 for load in classes.loads)  # in any case
+        self._most_prefetch = max(c[Stream.PREFETCH].seconds for c in classes.costs)
+        self._sum_weights(classes)
+        self._sum_saved_tensors()
+        self._price_links(classes)
+        self._spills = math.isfinite(workload.host_free_bytes)
+        if self._spills:
+            self._sum_disk(classes)
 
-        def least(totals: Sequence[float] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """The least of `totals`, by class, for a share of the parameters: of those that have least each."""
-            order = np.argsort(totals / size, kind="stable")
-            shares = np.cumsum(size[order]) / size.sum()
-            return np.append(0.0, shares), np.append(0.0, np.cumsum(np.asarray(totals)[order]))
-
-        def total(*streams: Stream, part: int = 0) -> np.ndarray:
-            return counts * np.array([sum(c[stream][part] for stream in streams) for c in costs])
-
-        def beyond(stream: Stream) -> np.ndarray:
-            """Seconds of a stream for what goes with the state."""
-            alone = [operation_demand(stream, load.state_bytes, load, profile).seconds for load in loads]
-            return np.maximum(total(stream) - counts * alone, 0.0)
-
-        returned = np.array([load.returned_bytes > 0 for load in loads])
-        gradient = total(Stream.GRADIENT) * (1.0 if self._beside else ~returned)  # else they have left before
-        offloaded = gradient * returned
-        gpu, prefetch, flush = total(Stream.GPU), total(Stream.PREFETCH), total(Stream.FLUSH)
-        come, go = beyond(Stream.PREFETCH), beyond(Stream.FLUSH) + offloaded
-        zero = np.zeros(len(counts))
-
-        def moved(*streams: Stream) -> np.ndarray:
-            return total(*streams, part=1)
-
-        # Bytes of host DRAM: of gradients that leave for the CPU, or leave though they are offloaded, and of residents.
-        left = moved(Stream.GRADIENT) * (gradient > 0)
-        back = left * returned
-        held = counts * [load.state_bytes for load in loads]
-        through = moved(Stream.PREFETCH, Stream.FLUSH) - 2 * held + back
-        tables = {
-            "CPU": (total(Stream.CPU), zero, zero),
-            "parameters": (total(Stream.PARAMETER), zero, zero),
-            "H2D": (zero, prefetch, come),
-            "D2H": (gradient, flush + offloaded, go),
-            "gradients": (gradient, offloaded, offloaded),
-            "GPU": (zero, gpu, np.maximum(gpu - counts * profile.launch_latency_s, 0.0)),
-            "slots": (zero, prefetch + gpu + flush, zero),
-            "host": (moved(Stream.CPU, Stream.PARAMETER) + left, moved(Stream.PREFETCH, Stream.FLUSH) + back, through),
-            "state": (zero, zero, held),
-        }
-        self._tables = {name: [least(each) for each in by_placement] for name, by_placement in tables.items()}
-
+    def _sum_weights(self, classes: _Classes) -> None:
+        workload = self._workload
         blocks = sorted(block.nbytes for block in workload.blocks)
         self._weights = float(sum(blocks))
         self.streams_most = sum(blocks[workload.blocks_least :]) / max(self._weights, 1)
@@ -207,13 +232,14 @@ class _Sums:
         trained = sum(block.nbytes for block in workload.blocks if block.stop)
         self._untrained = self._weights - trained  # backward ends where nothing is trained any more
         # The most that is there yet when a pass begins, and need not come for it.
-        self._there = sum(blocks[-WEIGHT_WINDOW:]) / profile.h2d_bandwidth
+        self._there = sum(blocks[-WEIGHT_WINDOW:]) / self._profile.h2d_bandwidth
 
         def spared(part: int) -> float:
             """The most that uploads of parameters fall if all weights stream, in seconds or bytes."""
-            upload = dict(zip(classes, total(Stream.PARAMETER, part=part) / counts, strict=True))
+            uploads = classes.total(Stream.PARAMETER, part=part) / classes.counts
+            upload = dict(zip(classes.number, uploads, strict=True))
             parts = [
-                sum(upload[workload.subgroups[i], i in away] for i in range(block.start, block.stop))
+                sum(upload[workload.subgroups[i], i in classes.away] for i in range(block.start, block.stop))
                 / max(block.nbytes, 1)
                 for block in workload.blocks
             ]
@@ -221,16 +247,16 @@ class _Sums:
 
         self._spared = spared(0), spared(1)
 
+    def _sum_saved_tensors(self) -> None:
+        workload = self._workload
         sums = list(itertools.accumulate((saved.nbytes for saved in workload.activations), initial=0))
         moves = min(sums[-1], workload.activation_host_bytes)
         self._leave_least = max(nbytes for nbytes in sums if nbytes <= min(workload.activation_least_bytes, moves))
-        gone = peak_room(workload.activations, int(min(workload.activation_least_bytes, moves)))
-        self._gained = max(0.0, peak_room(workload.activations, sums[-1]) - gone)  # at most
-        self._gone = gone
-        self._slot_bytes = workload.slot_bytes
-        self._one_slot = bool(returned.any())  # in any case
-        self._most_prefetch = max(c[Stream.PREFETCH].seconds for c in costs)
+        self._gone = peak_room(workload.activations, int(min(workload.activation_least_bytes, moves)))
+        self._gained = max(0.0, peak_room(workload.activations, sums[-1]) - self._gone)  # at most
 
+    def _price_links(self, classes: _Classes) -> None:
+        workload, profile, costs = self._workload, self._profile, classes.costs
         each = workload.subgroups[0]
         saves = [operation_demand(Stream.SAVE, saved.nbytes, each, profile) for saved in workload.activations]
         fetches = [operation_demand(Stream.WEIGHTS, block.nbytes, each, profile) for block in workload.blocks]
@@ -247,18 +273,18 @@ class _Sums:
         self._fastest = np.maximum(links[idle].max(axis=0), 1.0)
         self._beside_speed = (links[idle] @ self._prices.T).max(axis=0)
 
-        self._spills = math.isfinite(workload.host_free_bytes)
-        if self._spills:
-            held = np.array([max(load.host_bytes, 1) for load in loads], dtype=float)
-            self._at_home = least(counts * [load.host_bytes for load in loads])
-            self._home = _whole(Counter(workload.subgroups), workload.host_free_bytes)
-            read, write = (np.array([c[stream].seconds for c in costs]) for stream in (Stream.READ, Stream.WRITE))
-            self._read = float((read / held).min()), workload.windows * float(read.max())
-            self._write = float((write / held).min())
-            state = [load.state_bytes for load in loads]
-            self._state = float((state / held).min()), workload.windows * max(state)
-            ways = {DISK_READ: [c[Stream.READ] for c in costs], DISK_WRITE: [c[Stream.WRITE] for c in costs]}
-            self._disk_prices = prices(least_speeds(ways, profile.replace(host_bandwidth=math.inf)))
+    def _sum_disk(self, classes: _Classes) -> None:
+        workload, loads, costs = self._workload, classes.loads, classes.costs
+        held = np.array([max(load.host_bytes, 1) for load in loads], dtype=float)
+        self._at_home = classes.least(classes.counts * [load.host_bytes for load in loads])
+        self._home = _whole(Counter(workload.subgroups), workload.host_free_bytes)
+        read, write = (np.array([c[stream].seconds for c in costs]) for stream in (Stream.READ, Stream.WRITE))
+        self._read = float((read / held).min()), workload.windows * float(read.max())
+        self._write = float((write / held).min())
+        state = [load.state_bytes for load in loads]
+        self._state = float((state / held).min()), workload.windows * max(state)
+        ways = {DISK_READ: [c[Stream.READ] for c in costs], DISK_WRITE: [c[Stream.WRITE] for c in costs]}
+        self._disk_prices = prices(least_speeds(ways, self._profile.replace(host_bandwidth=math.inf)))
 
     @property
     def cells(self) -> Cells:

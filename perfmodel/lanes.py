@@ -134,17 +134,10 @@ def run_tasks(
         return [], []
     stream_of, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
     infinite = math.inf
-    waits = [len(after) for after in after_of]
-    dependents: list[list[int]] = [[] for _ in waits]
-    queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
-    for task in range(len(waits) - 1, -1, -1):
-        queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
-        for other in after_of[task]:
-            dependents[other].append(task)
+    queues, waits, dependents = _queued(stream_of, after_of)
     # Since when each stream's next task has been ready; infinite while it is not, or runs.
     ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
-    start = [math.nan] * len(waits)
-    end = [math.nan] * len(waits)
+    start, end = [math.nan] * len(waits), [math.nan] * len(waits)
     speeds_of = {} if known is None else known
     running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
     now, busy, interrupted = 0.0, list[int](), dict[int, float]()
@@ -202,6 +195,20 @@ def run_tasks(
                     if queues[stream][-1] == waiting:
                         ready[stream] = now
                         free.append(_FEEDS[stream])
+
+
+def _queued(
+    stream_of: Sequence[int], after_of: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], list[int], list[list[int]]]:
+    """Each stream's tasks, the last first; the number of tasks that each task waits for; those that wait for it."""
+    waits = [len(after) for after in after_of]
+    dependents: list[list[int]] = [[] for _ in waits]
+    queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
+    for task in range(len(waits) - 1, -1, -1):
+        queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
+        for other in after_of[task]:
+            dependents[other].append(task)
+    return queues, waits, dependents
 
 
 def speeds_by_busy_lanes(demands: Mapping[int, float], profile: HardwareProfile) -> np.ndarray:

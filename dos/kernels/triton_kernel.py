@@ -125,22 +125,12 @@ def adam_kernel(
     """
     block = tl.program_id(0).to(tl.int64)
     if table is not None:
-        low = 0
-        high = count - 1
-        while low < high:  # the last run that does not begin behind this block
-            middle = (low + high + 1) // 2
-            behind = tl.load(table + middle * _WORDS + _FIRST) > block
-            low = tl.where(behind, low, middle)
-            high = tl.where(behind, middle - 1, high)
-        run = table + low * _WORDS
+        run = _run_of(block, table, count)
         block -= tl.load(run + _FIRST)
         numel = tl.load(run + _NUMEL)
-        if ALIGNED:
-            numel = tl.multiple_of(numel, 16)
-        grad = _pointer(run, 0, grad, ALIGNED)
-        param = _pointer(run, 1, param, ALIGNED)
-        exp_avg = _pointer(run, 2, exp_avg, ALIGNED)
-        exp_avg_sq = _pointer(run, 3, exp_avg_sq, ALIGNED)
+        numel = tl.multiple_of(numel, 16) if ALIGNED else numel
+        grad, param = _pointer(run, 0, grad, ALIGNED), _pointer(run, 1, param, ALIGNED)
+        exp_avg, exp_avg_sq = _pointer(run, 2, exp_avg, ALIGNED), _pointer(run, 3, exp_avg_sq, ALIGNED)
         if max_exp_avg_sq is not None:
             max_exp_avg_sq = _pointer(run, 4, max_exp_avg_sq, ALIGNED)
         if out is not None:
@@ -153,21 +143,11 @@ def adam_kernel(
     index = block * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     g = _widened(tl.load(grad + index, mask=mask, other=0.0)) * grad_scale
-    p = _widened(tl.load(param + index, mask=mask, other=0.0))
-    if rest is not None:
-        p = _joined(p, tl.load(rest + index, mask=mask, other=0))
-    if TAKES_WRITTEN:
-        p = _taken(p, tl.load(out + index, mask=mask, other=0.0))
-    m = tl.load(exp_avg + index, mask=mask, other=0)
-    v = tl.load(exp_avg_sq + index, mask=mask, other=0)
-    if exp_avg_scale is not None:
-        scaled = block * (BLOCK // _SCALED) + tl.arange(0, BLOCK // _SCALED)
-        in_range = scaled * _SCALED < numel
-        m = _times(m.to(tl.float32), tl.load(exp_avg_scale + scaled, mask=in_range, other=0.0))
-        v = _times(v.to(tl.float32) + 1.0, tl.load(exp_avg_sq_scale + scaled, mask=in_range, other=0.0))
-        v = v * v
-    if USE_L2:
-        g = tl.fma(p, l2, g)
+    p = _master(param, rest, out, index, mask, TAKES_WRITTEN)
+    scaled = block * (BLOCK // _SCALED) + tl.arange(0, BLOCK // _SCALED)
+    in_range = scaled * _SCALED < numel
+    m, v = _moments(exp_avg + index, exp_avg_sq + index, mask, exp_avg_scale, exp_avg_sq_scale, scaled, in_range)
+    g = tl.fma(p, l2, g) if USE_L2 else g
     p = p * decay
     m = tl.fma(g - m, lerp_weight, g if LERP_FROM_GRAD else m)
     v = tl.fma(g * one_minus_beta2, g, v * beta2)
@@ -175,34 +155,30 @@ def adam_kernel(
         tl.store(exp_avg + index, _canonical(m), mask=mask)
         tl.store(exp_avg_sq + index, _canonical(v), mask=mask)
     if max_exp_avg_sq is not None:
-        previous = tl.load(max_exp_avg_sq + index, mask=mask, other=0.0)
-        v = tl.where((v > previous) | (v != v), v, previous)
+        v = _maximum(v, tl.load(max_exp_avg_sq + index, mask=mask, other=0.0))
         tl.store(max_exp_avg_sq + index, _canonical(v), mask=mask)
     root = _sqrt(v, PTX)
     if exp_avg_scale is not None:
-        both = m.to(tl.uint32, bitcast=True) ^ v.to(tl.uint32, bitcast=True)
-        salt = (index % _SCALED).to(tl.uint32) * 0x85EBCA6B ^ seed.to(tl.uint32, bitcast=True)
-        drawn = (both ^ salt) * 0x9E3779B1
-        most, most_root = _largest(m), _largest(root)
-        finite = (most < 0x7F7FFFF9) & (most_root < 0x7F800000)
-        scale = _mean_scale(most, finite, PTX)
-        levels = _levels(m, scale, (drawn >> 16) & 0x7F, 7, PTX)
+        scale, root_scale, levels, root_levels = _codes(m, root, _drawn(m, v, index, seed), PTX)
         tl.store(exp_avg_scale + scaled, scale, mask=in_range)
-        tl.store(exp_avg + index, levels.to(tl.int8), mask=mask)
-        scale = _root_scale(most_root, finite)
-        levels = _levels(root, scale, drawn >> 20, 12, PTX)
-        tl.store(exp_avg_sq_scale + scaled, scale, mask=in_range)
-        tl.store(exp_avg_sq + index, (tl.maximum(levels, _ZERO + 1) - 1).to(tl.uint8), mask=mask)
+        tl.store(exp_avg + index, levels, mask=mask)
+        tl.store(exp_avg_sq_scale + scaled, root_scale, mask=in_range)
+        tl.store(exp_avg_sq + index, root_levels, mask=mask)
     denominator = tl.fma(root, inv_bias_correction2_sqrt, eps)
-    p = _canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p))
-    if out is not None:
-        if out.dtype.element_ty == tl.bfloat16:
-            p = _off_tie(p)
-        tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
-    if rest is not None:
-        p = _off_tie(p)
-        tl.store(rest + index, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
-    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
+    _store_master(_canonical(tl.fma(_divide(m, denominator, PTX), minus_step_size, p)), param, rest, out, index, mask)
+
+
+@triton.jit
+def _run_of(block: tl.tensor, table: tl.tensor, count: tl.tensor) -> tl.tensor:
+    """Return the address of the last run in the table that does not begin behind the block."""
+    low = 0
+    high = count - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        behind = tl.load(table + middle * _WORDS + _FIRST) > block
+        low = tl.where(behind, low, middle)
+        high = tl.where(behind, middle - 1, high)
+    return table + low * _WORDS
 
 
 @triton.jit
@@ -214,14 +190,89 @@ def _pointer(run: tl.tensor, word: tl.constexpr, like: tl.tensor, ALIGNED: tl.co
 
 
 @triton.jit
+def _master(
+    param: tl.tensor,
+    rest: tl.tensor,
+    out: tl.tensor,
+    index: tl.tensor,
+    mask: tl.tensor,
+    TAKES_WRITTEN: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    p = _widened(tl.load(param + index, mask=mask, other=0.0))
+    if rest is not None:
+        p = _joined(p, tl.load(rest + index, mask=mask, other=0))
+    if TAKES_WRITTEN:
+        p = _taken(p, tl.load(out + index, mask=mask, other=0.0))
+    return p
+
+
+@triton.jit
+def _moments(
+    exp_avg: tl.tensor,
+    exp_avg_sq: tl.tensor,
+    mask: tl.tensor,
+    exp_avg_scale: tl.tensor,
+    exp_avg_sq_scale: tl.tensor,
+    scaled: tl.tensor,
+    in_range: tl.tensor,
+) -> tl.tensor:
+    m, v = tl.load(exp_avg, mask=mask, other=0), tl.load(exp_avg_sq, mask=mask, other=0)
+    if exp_avg_scale is not None:
+        m = _times(m.to(tl.float32), tl.load(exp_avg_scale + scaled, mask=in_range, other=0.0))
+        v = _times(v.to(tl.float32) + 1.0, tl.load(exp_avg_sq_scale + scaled, mask=in_range, other=0.0))
+        v = v * v
+    return m, v
+
+
+@triton.jit
+def _maximum(x: tl.tensor, y: tl.tensor) -> tl.tensor:
+    """Return the larger of each two, and NaN where x is."""
+    return tl.where((x > y) | (x != x), x, y)
+
+
+@triton.jit
+def _store_master(
+    p: tl.tensor, param: tl.tensor, rest: tl.tensor, out: tl.tensor, index: tl.tensor, mask: tl.tensor
+) -> None:
+    if out is not None:
+        if out.dtype.element_ty == tl.bfloat16:
+            p = _off_tie(p)
+        tl.store(out + index, _rounded(p, out.dtype.element_ty), mask=mask)
+    if rest is not None:
+        p = _off_tie(p)
+        tl.store(rest + index, p.to(tl.uint32, bitcast=True).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    tl.store(param + index, _rounded(p, param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _times(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return each element times the scale of its block."""
     return tl.reshape(tl.reshape(x, (scale.shape[0], _SCALED)) * scale[:, None], (x.shape[0],))
 
 
 @triton.jit
+def _drawn(m: tl.tensor, v: tl.tensor, index: tl.tensor, seed: tl.tensor) -> tl.tensor:
+    """Return the bits by which each element is rounded to a level; see dos/kernels/codes.py."""
+    both = m.to(tl.uint32, bitcast=True) ^ v.to(tl.uint32, bitcast=True)
+    salt = (index % _SCALED).to(tl.uint32) * 0x85EBCA6B ^ seed.to(tl.uint32, bitcast=True)
+    return (both ^ salt) * 0x9E3779B1
+
+
+@triton.jit
+def _codes(m: tl.tensor, root: tl.tensor, drawn: tl.tensor, PTX: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """Return the scales of both moments and their levels; see dos/kernels/codes.py for all of it."""
+    most, most_root = _largest(m), _largest(root)
+    finite = (most < 0x7F7FFFF9) & (most_root < 0x7F800000)
+    scale = _mean_scale(most, finite, PTX)
+    m_levels = _levels(m, scale, (drawn >> 16) & 0x7F, 7, PTX).to(tl.int8)
+    root_scale = _root_scale(most_root, finite)
+    root_levels = _levels(root, root_scale, drawn >> 20, 12, PTX)
+    return scale, root_scale, m_levels, (tl.maximum(root_levels, _ZERO + 1) - 1).to(tl.uint8)
+
+
+@triton.jit
 def _largest(x: tl.tensor) -> tl.tensor:
-    """Return the bits of the largest magnitude in each block; see dos/kernels/codes.py, also for the next three."""
+    """Return the bits of the largest magnitude in each block."""
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.reshape(magnitudes, (x.shape[0] // _SCALED, _SCALED)), axis=1)
 

@@ -57,35 +57,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser("train", __doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
-    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
-    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
-    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
-    parser.add_argument("--seed", type=int, default=1)
-    for name, default, what in (
-        ("steps", 45, "of each run"),
-        ("batch", 16, "sequences in a batch"),
-        ("context", 32, "bytes in a sequence"),
-        ("layers", 3, "of the model"),
-        ("width", 512, "of the model"),
-        ("heads", 8, "of attention"),
-    ):
-        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
-    args = parser.parse_args(argv)
-    try:
-        policies = {name: parse_policy(name) for name in args.policies.split(",")}
-        if not 0 < args.lr < math.inf:
-            raise ValueError(f"argument --lr: expected a number above 0, found {args.lr}")
-        config = GPTConfig(args.layers, args.width, args.heads, args.context)
-        text = standard_library() if args.data is None else args.data.read_bytes()
-        corpus = Corpus(text, args.context, name=str(args.data or "the standard library"))
-        args.out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-
+    args, policies, config, corpus = _asked(argv)
     console = Console()
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -137,6 +109,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     if beside is not None:
         report_neighbour(beside, results[DEFAULT], machine, args.out, console)
     return 0
+
+
+def _asked(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.Namespace, dict[str, str | float], GPTConfig, Corpus]:
+    """The command line, the policies by name, the model and its text. Ends the program where one is no good."""
+    parser = Parser("train", __doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
+    parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")
+    parser.add_argument("--subgroup-size", type=positive, help=f"parameters; {SUBGROUPS} subgroups if not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the parameters")
+    parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
+    parser.add_argument("--seed", type=int, default=1)
+    for name, default, what in (
+        ("steps", 45, "of each run"),
+        ("batch", 16, "sequences in a batch"),
+        ("context", 32, "bytes in a sequence"),
+        ("layers", 3, "of the model"),
+        ("width", 512, "of the model"),
+        ("heads", 8, "of attention"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=default, help=what)
+    args = parser.parse_args(argv)
+    try:
+        policies = {name: parse_policy(name) for name in args.policies.split(",")}
+        if not 0 < args.lr < math.inf:
+            raise ValueError(f"argument --lr: expected a number above 0, found {args.lr}")
+        config = GPTConfig(args.layers, args.width, args.heads, args.context)
+        text = standard_library() if args.data is None else args.data.read_bytes()
+        corpus = Corpus(text, args.context, name=str(args.data or "the standard library"))
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return args, policies, config, corpus
 
 
 def parse_policy(name: str) -> str | float:
