@@ -64,6 +64,18 @@ REFUSED = {
 IN_BACKWARD = r"updates='backward'|the optimizer is in an undefined state|'NoneType'"
 """What errors say where backward updates: of state, of clipping, of edits, of a backward that raised."""
 USUAL = ("attached", "none stays", "queued, attached")
+THIRDS = (0, 1, 2)
+"""Of the programs. Each usual mode runs one of them, so that each program runs once; slow tests run the rest."""
+
+
+def combinations() -> list[Any]:
+    """A mode and one third of the programs."""
+    quick = set(zip(USUAL, THIRDS, strict=True))
+    return [
+        pytest.param(mode, third, marks=() if (mode, third) in quick else pytest.mark.slow)
+        for mode in MODES
+        for third in THIRDS
+    ]
 
 
 def making(mode: dict[str, Any], folder: Path, patch: pytest.MonkeyPatch) -> Callable[[nn.Module], Any]:
@@ -131,11 +143,11 @@ def compare(program: Program, adapt: Any, mode: str, folder: Path) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=() if m in USUAL else pytest.mark.slow) for m in MODES])
-def test_programs_have_the_results_of_adamw(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "third"), combinations())
+def test_programs_have_the_results_of_adamw(mode: str, third: int, tmp_path: Path) -> None:
     """Or raise what says why, and never give other results in silence."""
     wrong = {}
-    for number, (name, program, adapt) in enumerate(all_programs()):
+    for number, (name, program, adapt) in list(enumerate(all_programs()))[third::3]:
         found = compare(program, adapt, mode, tmp_path / str(number))
         if name == "A parametrization_removed" and "weights" in MODES[mode].get("attach", {}):
             continue  # the model is to be attached again: forward would use the weight at home, which on a GPU raises

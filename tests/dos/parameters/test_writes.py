@@ -52,9 +52,13 @@ def test_parameters_whose_masters_follow(dtype: torch.dtype, state_format: str |
     assert_taken_over(dtype, place, mode, state_format=state_format)
 
 
-@pytest.mark.parametrize("weights", [0, 2, 4, "auto"])
-def test_weights_that_stream(weights: Any) -> None:
-    """In each format, wherever their state is, between all steps; as where versions count the same writes."""
+STAY, POLICIES = (0, 2, 4, "auto"), ("cpu", "stride:2", "resident")
+
+
+@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in (1, 2))])
+@pytest.mark.parametrize("weights", STAY)
+def test_weights_that_stream(weights: Any, turn: int) -> None:
+    """In each format, between all steps; as where versions count the same writes. turn: which format is where."""
 
     def halve(model: Any) -> None:
         model.blocks[1].out.weight.data.mul_(0.5)
@@ -63,21 +67,21 @@ def test_weights_that_stream(weights: Any) -> None:
         model.blocks[0].both.weight.data[1, 2] = 0.3
 
     formats = [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "float32"), (torch.float16, None)]
-    for dtype, state_format in [*formats, (torch.float16, "int8")]:
-        for policy in ("cpu", "stride:2", "resident"):
-            ends = []
-            for counted in (False, True):
-                model = net(dtype, blocks=4)
-                optimizer = start(model, weights, policy=policy, state_format=state_format)
-                for step in range(4):
-                    train(model, optimizer, 1, first=step)
-                    optimizer.synchronize()
-                    for way in (halve, one_element):
-                        way(model)
-                    if counted:
-                        torch.autograd.graph.increment_version(list(model.parameters()))
-                ends.append(bits(model.parameters()))
-            assert ends[0] == ends[1], (dtype, state_format, policy)
+    for number, (dtype, state_format) in enumerate([*formats, (torch.float16, "int8")]):
+        policy = POLICIES[(number + STAY.index(weights) + turn) % len(POLICIES)]
+        ends = []
+        for counted in (False, True):
+            model = net(dtype, blocks=4)
+            optimizer = start(model, weights, policy=policy, state_format=state_format)
+            for step in range(4):
+                train(model, optimizer, 1, first=step)
+                optimizer.synchronize()
+                for way in (halve, one_element):
+                    way(model)
+                if counted:
+                    torch.autograd.graph.increment_version(list(model.parameters()))
+            ends.append(bits(model.parameters()))
+        assert ends[0] == ends[1], (dtype, state_format, policy)
 
 
 def test_a_write_before_a_model_is_attached_again_counts() -> None:
