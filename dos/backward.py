@@ -110,7 +110,7 @@ class Backward:
         count, weight_bytes = max(1, self._micro_batches), 0
         # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
-        late = self.now.travels or bool(reduced_parameters())
+        late = self.now.travels or bool(reduced_parameters()) or 2 * self.now.left > self.now.gradients
         if (
             self.weights is None
             and not self.updates

@@ -45,7 +45,7 @@ from dos.parameters.live_state import LiveState
 from dos.parameters.reconciler import Reconciler, copy_live
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.replaced_modules import find_gone, warn_of_successors
-from dos.parameters.watching import Watching
+from dos.parameters.watching import Watching, hooks_of_others
 from dos.planning.decide import Facts
 from dos.planning.decisions import Decisions
 from dos.sharding.fingerprint import look_at_bits
@@ -699,7 +699,7 @@ class Session:
             if on_device.activations.in_use and leaf.grad is not None:
                 on_device.device.count(local(leaf.grad))
             if on_device.device.capturing():
-                if self.registry.offloaded.enabled:
+                if self.registry.offloaded.enabled and not hooks_of_others(leaf):
                     leaf.grad = None  # the graph that would compute it will not exist
                     raise RuntimeError(
                         "a CUDA graph that captures backward writes gradients where it has found them, and "
@@ -711,15 +711,11 @@ class Session:
                 return
         self._gradient_ready(parameter, leaf)
 
-    def gradient_left(self, parameter: Tensor) -> None:
-        """Note that this gradient stays in `p.grad` until the step, because hooks of user code read it there."""
-        record = self.registry.record(parameter)
-        if record is not None:
-            self.registry.offloaded.left.add(record)
-
     @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
-        if self.registry.offloaded.enabled:
+        # It stays in `p.grad` until the step where hooks of user code read it there.
+        takes = self.registry.offloaded.enabled and not hooks_of_others(leaf)
+        if takes:
             known = self.registry.leaf(parameter)
             if leaf is known:
                 self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
@@ -744,8 +740,9 @@ class Session:
             record, offloaded = self.registry.records.get(id(parameter)), self.registry.offloaded
             if record is None:
                 return
-            if not on_device.is_final(record):
+            if not on_device.is_final(record) or (offloaded.enabled and not takes):
                 offloaded.left.add(record)
+                on_device.now.left += 1
             elif not offloaded.enabled:
                 on_device.send(record)
             elif leaf.grad is not None:

@@ -44,7 +44,8 @@ class Position:
             block.register_forward_hook(lambda *_, share=number / blocks: self._advance(0.0, share))
         model.register_forward_hook(self._backward_begins)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p: self._gradient(p.numel() / model.numel))
+            # Not after accumulation: the optimizer would leave gradients for such a hook, and offload none in backward.
+            parameter.register_hook(lambda gradient: self._gradient(gradient.numel() / model.numel))
 
     def follow(self, optimizer: Optimizer) -> None:
         """Let the optimizer's steps be the updates."""

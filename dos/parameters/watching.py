@@ -116,16 +116,12 @@ class Watching:
     def _hook(self, leaf: Tensor, home: Tensor | None) -> RemovableHandle:
         """Hook the gradient of `leaf`. home: the parameter of which this is a copy, if it is one."""
         # A hook that refers to its own parameter is a cycle.
-        reference, takes = self._watcher, self._takes
+        reference = self._watcher
 
         def report(written: Tensor) -> None:
-            alive, parameter = reference(), written if home is None else home
-            if alive is None:
-                return
-            if takes and hooks_of_others(written):
-                alive.gradient_left(parameter)
-            else:
-                alive.gradient_ready(parameter, written)
+            alive = reference()
+            if alive is not None:
+                alive.gradient_ready(written if home is None else home, written)
 
         return leaf.register_post_accumulate_grad_hook(report)
 

@@ -153,7 +153,7 @@ def settings(iterations: int) -> dict[str, Setting]:
     found = ranks | beside | {name: first.with_free(nbytes) for name, nbytes in free.items()}
     offloading = {"half": found["half"], "four fifths": first.with_free(4 * state // 5)}
     offloading |= {name: each for name, each in beside.items() if name == "noise"}
-    return found | {f"{name}, offload": dataclasses.replace(each, offloads=True) for name, each in offloading.items()}
+    return found | {f"{name} offloaded": dataclasses.replace(each, offloads=True) for name, each in offloading.items()}
 
 
 def row(script: str, setting: Setting, batches: Sequence[Batch], candidates: int) -> dict[str, Any]:

@@ -70,17 +70,21 @@ def test_fixed_policies_keep_no_memory_from_anybody(tiny: None) -> None:
 def test_rows_that_offload_gradients_have_the_memory_and_the_bits_of_those_that_do_not(tiny: None) -> None:
     found = memory.settings(ITERATIONS)
     for name in ("half", "noise"):
-        plain, offloads = found[name], found[f"{name}, offload"]
+        plain, offloads = found[name], found[f"{name} offloaded"]
         assert (plain.rank, plain.neighbour) == (offloads.rank, offloads.neighbour)
         work = offloads.workload(0)
         assert all(load.returned_bytes == load.gradient_bytes for load in work.subgroups)
         assert work.passing_bytes == work.subgroups[0].gradient_bytes
         assert work.peak_free_bytes == plain.workload(0).peak_free_bytes
-    ((name, policy), *_) = memory.fixed_policies(found["four fifths, offload"], 1)
+    ((name, policy), *_) = memory.fixed_policies(found["four fifths offloaded"], 1)
     assert name.startswith("ratio")
-    runs = train(found["half, offload"], ["adaptive", policy], batches(3))
+    runs = train(found["half offloaded"], ["adaptive", policy], batches(3))
     (on_cpu,) = train(found["half"], ["cpu"], batches(3))
     assert all(run.equals(on_cpu) for run in runs)
+    inputs, targets = batches(1)[0]
+    runs[0].model(inputs, targets).backward()
+    assert all(parameter.grad is None for parameter in runs[0].model.parameters()), "backward offloads them"
+    assert all("," not in name for name in found), "--only divides names by commas"
 
 
 def test_each_wrong_figure_of_a_script_misses_one_limit() -> None:

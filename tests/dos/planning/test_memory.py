@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ class Watched(EmulatedDevice):
     """Remembers the most that state has held, and whether memory was denied. reports: what it says when it lies."""
 
     def __init__(
-        self, capacity: int = 10**6, reports: Callable[[Memory], Memory] = lambda true: true, occupied: int = 0
+        self, capacity: int = 10**6, reports: Callable[[Memory], Memory] = lambda true: true, occupied: Any = 0
     ) -> None:
         self.reports = reports
         super().__init__(FAST, capacity, occupied)
@@ -157,6 +158,27 @@ def test_offloaded_gradients_have_room_to_come_up_beside_residents(capacity: int
         assert len(moved) == resident, "one gradient each, and no state"
         assert not any(span.op is Op.FLUSH for span in optimizer.timeline().spans)
         assert not device.denied
+    assert bits(model.parameters()) == bits_on_host()
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_memory_is_sampled_at_gradients_that_stay_for_hooks_of_user_code(offload_gradients: bool) -> None:
+    """The peak is in backward, where no gradient is moved: state must leave room for it from the first step on."""
+    model, used = mlp(), 0
+
+    def use(nbytes: int) -> None:
+        nonlocal used
+        used = nbytes
+        device.usage()  # notes the peak
+
+    device = Watched(2 * STATE_BYTES, occupied=lambda: used)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: use(3 * STATE_BYTES // 2))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    optimizer = DOSAdam(model.parameters(), device=device, subgroup_size=128, offload_gradients=offload_gradients)
+    train(model, optimizer, STEPS, before_step=lambda step: use(0))
+    assert device.peak_bytes <= device.capacity
+    assert device.most, "some state has room"
     assert bits(model.parameters()) == bits_on_host()
 
 
