@@ -8,6 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -194,6 +195,28 @@ def _import_triton_kernel() -> Callable[..., None] | None:
         return None
     logger.info("updates on the GPU are done by the Triton kernel")
     return adam_update
+
+
+def bits_kernel(device: torch.device) -> Any:
+    """Return the module of the kernel that sums bits on a GPU; None if it cannot be used on this device."""
+    return _tried_bits_kernel(device) if device.type == "cuda" and _triton_kernel() is not None else None
+
+
+@functools.cache
+def _tried_bits_kernel(device: torch.device) -> Any:
+    try:
+        from dos.kernels import triton_bits
+
+        with torch.cuda.device(device):
+            sums, memory = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(8, device=device)
+            rows = np.array([[memory.data_ptr(), len(memory), 0, 0]])
+            _launch(triton_bits.sum_bits, rows, SentTable(device).send, sums, memory.itemsize)
+    except Exception as error:  # raised before anything was queued
+        if not _can_be_of_the_compiler(error):
+            raise
+        _give_up_triton(error)
+        return None
+    return triton_bits
 
 
 def _give_up_triton(error: Exception) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from dos.kernels.gpu_update import SentTable, bits_kernel
 from dos.sharding.fingerprint import COLUMNS
 from dos.state.subgroup import Piece
 from dos.torch_internals.operators import copy_all, tensor_at
@@ -17,25 +20,28 @@ _WORD = torch.int64.itemsize
 
 
 class _Part(NamedTuple):
-    """The bits of one piece.
-
-    address: of the memory of which they are. words: whole rows of 64-bit words, None if there is none; row: of their
-    sums. others: the elements around these; run: of their bits.
-    """
+    """A piece in memory. address: of the memory whose bits are summed. run: of the sums."""
 
     address: int
-    words: Tensor | None
-    row: int
-    others: list[Tensor]
     run: slice
+
+
+class _Way(Protocol):
+    """A way to sum the bits of pieces."""
+
+    def add(self, piece: Piece, address: int, first: int) -> int:
+        """Add a piece, whose sums begin at `first`; return their number."""
+
+    def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
+        """Queue the sums of the bits of these pieces, as they are."""
 
 
 class BitSums:
     """The bits of one subgroup's parameters as they were, compared with them as they are, piece by piece.
 
-    As `fingerprint`, of each piece: the sums of its 64-bit words in columns, and the elements that fill no row.
-    All of it allocates and queues work in the current queue of the device, and waits for nothing: a reduction for each
-    piece and one to four operations for all. `other` reads the answer of the last comparison, once that has ended.
+    On a GPU by one kernel for all pieces; elsewhere as `fingerprint`, of each piece: the sums of its 64-bit words in
+    columns, and the elements that fill no row. All of it allocates and queues work in the current queue of the device,
+    and waits for nothing. `other` reads the answer of the last comparison, once that has ended.
 
     known: the pieces whose bits are remembered. compared: those compared since.
     """
@@ -43,37 +49,26 @@ class BitSums:
     def __init__(self, pieces: Sequence[Piece], before: BitSums | None = None) -> None:
         """before: of the same pieces, of which some have other memory now; the others are known as they were."""
         flat = pieces[0].record.flat
-        bits = torch.int32 if flat.dtype.itemsize == torch.int32.itemsize else torch.int16
+        kernel = bits_kernel(flat.device)
+        # A table for each of the two streams that send it.
+        self._ways = [_ByTorch(flat) if kernel is None else _ByKernel(flat, kernel) for _ in range(2)]
         self._parts: dict[Piece, _Part] = {}
-        rows = rests = 0
+        first = 0
         for piece in pieces:
             address = _address(piece)
-            words, others = _cut(address, piece.numel, bits, flat.device)
-            run = slice(rests, rests + sum(map(len, others)))
-            self._parts[piece] = _Part(address, words, rows, others, run)
-            rows, rests = rows + (words is not None), run.stop
+            count, _ = (way.add(piece, address, first) for way in self._ways)
+            self._parts[piece] = _Part(address, slice(first, first + count))
+            first += count
         # Twice: as they were, and as they are.
-        self._sums = torch.zeros(2, rows, COLUMNS, dtype=torch.int64, device=flat.device)
-        self._rests = torch.zeros(2, rests, dtype=bits, device=flat.device)
-        found = list(self._parts.items())
-        lengths = [len(each) for _, part in found for each in part.others]
-        splits = [iter(place.split(lengths) if lengths else ()) for place in self._rests]
-        # Made once, because views cost microseconds each.
-        self._places = [
-            {p: (sums[part.row : part.row + 1], [next(split) for _ in part.others]) for p, part in found}
-            for sums, split in zip(self._sums, splits, strict=True)
-        ]
-        self._differs = torch.empty(rows * COLUMNS + rests, dtype=torch.bool, device=flat.device)
+        self._sums = torch.zeros(2, first, dtype=torch.int64, device=flat.device)
+        self._differs = torch.empty(first, dtype=torch.bool, device=flat.device)
         self.known = set[Piece]() if before is None else set(before.comparable(pieces))
         self.compared: set[Piece] = set()
-        self._answers: dict[int, Tensor] = {}
+        self._answers: dict[int, tuple[Tensor, NDArray[np.bool_]]] = {}
         if before is not None:
-            self._before = before._sums, before._rests  # held: another queue may have allocated them, this one reads
+            self._before = before._sums  # held: another queue may have allocated them, this one reads
             for piece in self.known:
-                part, was = self._parts[piece], before._parts[piece]
-                self._rests[0, part.run] = before._rests[0, was.run]
-                if part.words is not None:
-                    self._sums[0, part.row] = before._sums[0, was.row]
+                self._sums[0, self._parts[piece].run] = before._sums[0, before._parts[piece].run]
 
     @property
     def current(self) -> bool:
@@ -112,34 +107,19 @@ class BitSums:
         answer: a number for each answer that must last while others are given.
         """
         self._write(1, pieces)
-        sums = self._sums[0].numel()
-        torch.ne(self._sums[0].view(-1), self._sums[1].view(-1), out=self._differs[:sums])
-        torch.ne(*self._rests, out=self._differs[sums:])
+        torch.ne(*self._sums, out=self._differs)
         if answer not in self._answers:
-            self._answers[answer] = _on_host(len(self._differs), pinned=self._differs.device.type != "cpu")
-        self._answers[answer].copy_(self._differs, non_blocking=True)
+            there = _on_host(len(self._differs), pinned=self._differs.device.type != "cpu")
+            self._answers[answer] = there, there.numpy()
+        self._answers[answer][0].copy_(self._differs, non_blocking=True)
 
-    def _write(self, place: int, pieces: Iterable[Piece]) -> None:
-        targets, sources = list[Tensor](), list[Tensor]()
-        for piece in pieces:
-            part, (row, rests) = self._parts[piece], self._places[place][piece]
-            if part.words is not None:
-                torch.sum(part.words, 0, keepdim=True, out=row)
-            targets += rests
-            sources += part.others
-        if targets:
-            copy_all(targets, sources)
+    def _write(self, place: int, pieces: Collection[Piece]) -> None:
+        self._ways[place].write(pieces, self._sums[place])
 
     def other(self, pieces: Iterable[Piece], answer: int) -> set[Piece]:
         """Return those of the pieces whose bits the comparison has found to be others."""
-        differs = self._answers[answer]
-        if not differs.any():  # as in most steps
-            return set()
-        sums, rests = differs[: self._sums[0].numel()].view(-1, COLUMNS), differs[self._sums[0].numel() :]
-        parts = ((piece, self._parts[piece]) for piece in pieces)
-        return {
-            p for p, (_, words, row, _, run) in parts if rests[run].any() or (words is not None and sums[row].any())
-        }
+        _, differs = self._answers[answer]  # by numpy, because torch would give up the interpreter's lock to read it
+        return {piece for piece in pieces if differs[self._parts[piece].run].any()} if differs.any() else set()
 
 
 def _on_host(count: int, *, pinned: bool) -> Tensor:
@@ -153,6 +133,62 @@ def _on_host(count: int, *, pinned: bool) -> Tensor:
 def _address(piece: Piece) -> int:
     flat = piece.record.flat
     return flat.data_ptr() + piece.parameter_start * flat.itemsize
+
+
+class _ByKernel:
+    """One launch for all pieces; see `dos.kernels.triton_bits.sum_bits`."""
+
+    def __init__(self, flat: Tensor, kernel: Any) -> None:
+        self._device, self._itemsize, self._kernel = flat.device, flat.itemsize, kernel
+        self._table = SentTable(flat.device)
+        self._rows: dict[Piece, tuple[int, int, int, int]] = {}
+
+    def add(self, piece: Piece, address: int, first: int) -> int:
+        self._rows[piece] = address, piece.numel, first, 0
+        return self._kernel.sums_of(piece.numel)
+
+    def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
+        rows = np.array([self._rows[piece] for piece in pieces if piece.numel], dtype=np.int64)
+        if len(rows):
+            self._kernel.sum_bits(rows, self._table.send, sums, self._itemsize)
+
+
+class _ByTorch:
+    """A reduction for each piece, and a copy of all elements around them."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._device = flat.device
+        self._bits = torch.int32 if flat.itemsize == torch.int32.itemsize else torch.int16
+        self._parts: dict[Piece, tuple[int, Tensor | None, list[Tensor]]] = {}
+        self._places: dict[Piece, tuple[Tensor | None, list[Tensor]]] = {}
+
+    def add(self, piece: Piece, address: int, first: int) -> int:
+        words, others = _cut(address, piece.numel, self._bits, self._device)
+        self._parts[piece] = first, words, others
+        return COLUMNS * (words is not None) + sum(map(len, others))
+
+    def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
+        targets, sources = list[Tensor](), list[Tensor]()
+        for piece in pieces:
+            _, words, others = self._parts[piece]
+            row, rests = self._place(piece, sums)
+            if words is not None:
+                torch.sum(words, 0, keepdim=True, out=row)
+            targets += rests
+            sources += others
+        if targets:
+            copy_all(targets, sources)
+
+    def _place(self, piece: Piece, sums: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+        """Return where the sums of a piece and the elements around them are. Made once: views take microseconds."""
+        found = self._places.get(piece)
+        if found is None:
+            first, words, others = self._parts[piece]
+            at = first + COLUMNS * (words is not None)
+            rests = sums[at : at + sum(map(len, others))].split([len(each) for each in others]) if others else ()
+            found = None if words is None else sums[first:at].view(1, COLUMNS), [*rests]
+            self._places[piece] = found
+        return found
 
 
 def _cut(address: int, numel: int, bits: torch.dtype, device: torch.device) -> tuple[Tensor | None, list[Tensor]]:

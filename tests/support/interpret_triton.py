@@ -20,6 +20,7 @@ from triton import language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from dos.kernels import triton_bits
 from dos.kernels.adam import taken
 from dos.kernels.gpu_update import GpuBatch, _fma, gpu_kernel_name
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep
@@ -135,4 +136,44 @@ def main() -> None:
     print(f"{compared} updates compared")
 
 
+def changes(of: np.ndarray) -> list[np.ndarray]:
+    """Ways in which user code may write to a parameter of 16 or 32 bits."""
+    sign = np.array(1 << (8 * of.itemsize - 1), np.uint64).astype(of.dtype.str.replace("i", "u")).view(of.dtype)
+    one, last, swapped = of.copy(), of.copy(), of.copy()
+    one[len(of) // 3] ^= 1
+    last[-1] ^= sign
+    swapped[: len(of) // 2], swapped[-(len(of) // 2) :] = of[-(len(of) // 2) :], of[: len(of) // 2]
+    return [one, last, of ^ sign, np.zeros_like(of), of[::-1].copy(), swapped]
+
+
+def sums(runs: list[np.ndarray]) -> np.ndarray:
+    """The sums of the bits of runs, by one launch; between them is a place that nothing may write."""
+    counts = [triton_bits.sums_of(len(run)) + 1 for run in runs]
+    firsts = np.cumsum([0, *counts])
+    found = torch.full((int(firsts[-1]),), 7, dtype=torch.int64)
+    rows = np.array([(run.ctypes.data, len(run), first, 0) for run, first in zip(runs, firsts, strict=False)])
+    triton_bits.sum_bits(rows, torch.from_numpy, found, runs[0].itemsize)
+    assert (found[firsts[1:] - 1] == 7).all()
+    return np.delete(found.numpy(), firsts[1:] - 1)
+
+
+def sums_of_bits() -> None:
+    compared = 0
+    for dtype in (np.int16, np.int32):
+        drawn = np.random.default_rng(0).integers(-(2**15), 2**15, 3 * triton_bits.ELEMENTS).astype(dtype)
+        for start in (0, 1, 8):
+            runs = [drawn[start : start + n].copy() for n in (5, triton_bits.ELEMENTS, triton_bits.ELEMENTS + 7, 2048)]
+            runs = [np.concatenate([drawn[:start], run])[start:] for run in runs]  # at any address
+            before = sums(runs)
+            assert len(before) == 5
+            assert (sums([run.copy() for run in runs]) == before).all()
+            for number, run in enumerate(runs):
+                for other in changes(run):
+                    after = sums([other if n == number else each for n, each in enumerate(runs)])
+                    assert (after != before).any()
+                    compared += 1
+    print(f"{compared} changes seen")
+
+
 main()
+sums_of_bits()
