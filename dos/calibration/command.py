@@ -22,6 +22,7 @@ from dos.devices import Device, EmulatedDevice
 from dos.devices.cuda import CudaDevice
 from dos.machine.process import local_ranks, usable_cores
 from dos.machine.profiles import machine_name, save_profile
+from dos.machine.threads import most_beside
 from dos.state.disk import DiskError
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 
@@ -72,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     bar = Progress(console=Console(stderr=True), transient=True, auto_refresh=False, disable=not leader)
     with _ranks() as exchange, bar:
         task = bar.add_task("", total=1.0)
-        limit = _cores_per_rank(exchange)
+        cores = _cores_per_rank(exchange)
+        limit = cores if device is None else most_beside(cores)
         ranks = local_ranks()
         try:
             found = measure(

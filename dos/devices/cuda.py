@@ -24,7 +24,7 @@ from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
 from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
-from dos.machine.threads import bind, bound_to, cores_near, leave_a_core
+from dos.machine.threads import bind, bound_to, cores_near, leave_cores
 from dos.torch_internals.operators import queue_empty_kernel
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
@@ -259,7 +259,7 @@ class CudaDevice:
 
     def bind_host_thread(self) -> None:
         bind(self._cores)
-        leave_a_core()
+        leave_cores()
         # A new thread begins on the first GPU, where a call without a device would make a context.
         torch.cuda.set_device(self.torch_device)
 

@@ -40,7 +40,7 @@ def sum_bits(rows: np.ndarray, send: Callable[[np.ndarray], Tensor], sums: Tenso
     """
     ends = np.cumsum(sums_of(rows[:, NUMEL]))
     rows[1:, BEHIND], rows[0, BEHIND] = ends[:-1], 0
-    aligned = not (rows[:, ADDRESS] & 15).any()
+    aligned = not (rows[:, : NUMEL + 1] & 15).any()
     launch: Any = sums_kernel[(int(ends[-1]),)]  # its signature is not the kernel's
     launch(send(rows), len(rows), sums, WIDE=itemsize == 4, ALIGNED=aligned, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
 
@@ -55,7 +55,7 @@ def sums_kernel(
     BLOCK: tl.constexpr,  # noqa: N803
     STEPS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Write the sum of one block. WIDE: elements have four bytes. ALIGNED: all addresses are multiples of 16."""
+    """Write the sum of one block. WIDE: elements have four bytes. ALIGNED: addresses, lengths are multiples of 16."""
     block = tl.program_id(0).to(tl.int64)
     low = 0
     high = count - 1
@@ -70,6 +70,7 @@ def sums_kernel(
     elements = tl.load(run).to(tl.pointer_type(tl.int32 if WIDE else tl.int16))
     if ALIGNED:
         elements = tl.multiple_of(elements, 16)
+        numel = tl.multiple_of(numel, 16)
     total = tl.zeros((BLOCK,), tl.int64)
     for step in range(STEPS):
         index = (block * STEPS + step) * BLOCK + tl.arange(0, BLOCK)

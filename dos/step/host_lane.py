@@ -13,7 +13,7 @@ import torch
 
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
-from dos.machine.threads import leave_a_core
+from dos.machine.threads import leave_cores
 from dos.step.futures import reject, resolve
 from dos.step.turns import Turn, Turns
 from dos.step.unseen import UnseenWrites
@@ -149,7 +149,7 @@ class InPlaceLane:
     def submit(self, update: SubgroupUpdate) -> Future[None]:
         """Run the update once all updates submitted before have ended."""
         if self._thread is None:  # most optimizers need no such thread
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dos-in-place", initializer=leave_a_core)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dos-in-place", initializer=leave_cores)
         return self._thread.submit(apply_in_place, update)
 
 

@@ -14,7 +14,7 @@ from dos.devices import Device
 from dos.devices.cuda import CudaDevice
 from dos.machine.process import usable_cores
 from dos.machine.profiles import machine_name
-from dos.machine.threads import set_kernel_threads
+from dos.machine.threads import most_beside, set_kernel_threads
 from experiments.check.base import Bench, Size
 from experiments.check.models import prepare
 from experiments.harness import Limit
@@ -38,7 +38,7 @@ def run(bench: Bench) -> None:
         device = CudaDevice(torch_device)
     else:
         device = EmulatedDevice(HardwareProfile.builtin("h100").scaled(1 / _SLOWDOWN), capacity=10**9)
-    found = measure(device, EFFORTS[bench.size], thread_counts(len(usable_cores())))
+    found = measure(device, EFFORTS[bench.size], thread_counts(most_beside(len(usable_cores()))))
     profile = found.profile(base_profile(device), machine_name(name_of(device)))
     profile.save(bench.out / FILE)
     bench.note(
@@ -65,7 +65,7 @@ def measured_profile(out: Path, torch_device: torch.device) -> HardwareProfile:
         found = HardwareProfile.load(out / FILE)
     except (OSError, ValueError):
         device = CudaDevice(torch_device)
-        measured = measure(device, QUICK, thread_counts(len(usable_cores())))
+        measured = measure(device, QUICK, thread_counts(most_beside(len(usable_cores()))))
         found = measured.profile(base_profile(device), machine_name(name_of(device)))
     set_kernel_threads(found.cpu_threads)
     return found

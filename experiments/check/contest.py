@@ -129,7 +129,7 @@ class Field:
         """Fixed policies by their names, and adaptive ones. updates: of `attach`; None: the model is not attached."""
         adaptive = {named(share): (AdaptivePolicy(self.profile), share) for share in SHARES}
         policies = adaptive | {name: (resolve_policy(policy), share) for name, (policy, share) in FIXED.items()}
-        return [Ours(name + of, rig, *policies[name], updates=updates) for name in names]
+        return [Ours(name + of, rig, policies[name][0], policies[name][1], updates) for name in names]
 
     def on_device(self, *names: str, rigs: Sequence[Rig]) -> list[Contender]:
         """References, for which the state of the rigs leaves the device."""

@@ -17,7 +17,7 @@ from dos.machine.threads import (
     bound_to,
     cores_near,
     kernel_threads,
-    leave_a_core,
+    leave_cores,
     physical_cores,
     set_kernel_threads,
 )
@@ -144,10 +144,12 @@ def test_ranks_do_not_take_each_others_cores(node: Path, monkeypatch: pytest.Mon
     assert kernel_threads() == 4, "a mask of this rank's own is not shared"
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 2), (16, 15)])
-def test_the_cpu_lane_leaves_a_core_to_the_caller(cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (3, 2), (4, 3), (16, 12)])
+def test_the_cpu_lane_leaves_cores_to_threads_that_issue_work(
+    cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def on_lane() -> int:
-        with ThreadPoolExecutor(1, initializer=leave_a_core) as pool:
+        with ThreadPoolExecutor(1, initializer=leave_cores) as pool:
             return pool.submit(kernel_threads).result()
 
     monkeypatch.setattr(threads, "_share_of_process", lambda: cores)
