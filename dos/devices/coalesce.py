@@ -13,6 +13,9 @@ from dos.torch_internals.operators import copy_all, queue_copies
 
 SMALL_BYTES = 1 << 17
 """Pieces below this size share a copy: a link moves about as much while the host issues one copy."""
+FEW = 4
+"""As many small neighbours go apart: memory to join them in, and to gather or scatter them, would take the host longer
+than their copies."""
 RUN_BYTES = 1 << 24
 """The most bytes that a shared copy moves, and needs on the device meanwhile."""
 PIECE_BYTES = 1 << 25
@@ -38,7 +41,7 @@ Turn = Callable[[int], Callable[[], object] | None]
 
 
 def copy_runs(runs: Sequence[Sequence[Copy]], *, to_host: bool, before: Turn = lambda nbytes: None) -> None:
-    """Queue all copies on the current stream. Pieces that are neighbours on the host are copied together if small.
+    """Queue all copies on the current stream. Many small pieces that are neighbours on the host are copied together.
 
     runs: as `runs` finds them, in the order of addresses on the host. before: see `Turn`.
     """
@@ -48,7 +51,7 @@ def copy_runs(runs: Sequence[Sequence[Copy]], *, to_host: bool, before: Turn = l
     whole = without_borders(runs[0][0][host], runs[-1][-1][host])
     across = _Across(host, before, whole=whole)
     for run in runs:
-        if len(run) == 1 or not _copy_together(run, host, across):
+        if len(run) <= FEW or not _copy_together(run, host, across):
             for each in run:
                 across.add(each)
     across.flush()
@@ -58,11 +61,14 @@ class Kept(list[Copy]):
     """Copies between the same memory, step after step, whose runs are found once."""
 
     runs: list[list[Copy]] | None = None
+    recorded = False
+    """Whether the allocator knows of the stream that uses this memory. It forgets that only when the memory is freed,
+    which these copies prevent."""
 
     def forget(self) -> None:
         """Let there be none, until others are added."""
         self.clear()
-        self.runs = None
+        self.runs, self.recorded = None, False
 
 
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
-from dos.devices.coalesce import PIECE_BYTES, copy_runs, runs
+from dos.devices.coalesce import PIECE_BYTES, Kept, copy_runs, runs
 from dos.devices.pinned import pin, unpin
 from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
@@ -235,6 +235,9 @@ class CudaDevice:
         host, device = (0, 1) if to_host else (1, 0)
         # The engine releases state once no work uses it; user code may release gradients and parameters at any time.
         theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
+        if isinstance(copies, Kept):
+            theirs = [] if copies.recorded else theirs
+            copies.recorded = True
         ours = [copy[host] for copy in copies]
         found = runs(copies, host=host)  # before the start event, because it takes the host milliseconds
         before = self._turns[op]

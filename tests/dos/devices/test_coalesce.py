@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dos.devices import coalesce
 from dos.devices.base import Copy
-from dos.devices.coalesce import RUN_BYTES, SMALL_BYTES, copy_runs, joined, runs
+from dos.devices.coalesce import FEW, RUN_BYTES, SMALL_BYTES, copy_runs, joined, runs
 
 SMALL, LARGE = 100, SMALL_BYTES // 4
 
@@ -59,9 +59,9 @@ def test_copies_touch_nothing_between_pieces(to_host: bool, full: bool, monkeypa
 
         monkeypatch.setattr(torch, "empty_like", raises)
     torch.manual_seed(0)
-    sizes = [7, 1, 300, LARGE + 5, 20, 9, 11]
+    sizes = [7, 1, 300, 3, 2, LARGE + 5, 20, 9, 11]
     host = torch.randn(sum(sizes) + 4)
-    copies = pieces(host, sizes, {5: 4})
+    copies = pieces(host, sizes, {7: 4})
     before = host.clone()
     if to_host:
         copy_runs(runs(copies, host=0), to_host=True)
@@ -84,9 +84,19 @@ def test_the_copies_of_a_job_are_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     assert host.view(20, LARGE)[:, 0].tolist() == [*range(20)]
 
 
+@pytest.mark.parametrize(("count", "staged"), [(FEW, 0), (FEW + 1, 1)])
+def test_a_few_small_neighbours_go_apart(count: int, staged: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, plain = list[int](), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda of, **more: made.append(len(of)) or plain(of, **more))
+    copies = pieces(torch.zeros(count * SMALL), [SMALL] * count)
+    copy_runs(runs(copies, host=0), to_host=True)
+    assert len(made) == staged
+    assert all(torch.equal(destination, source) for destination, source in copies)
+
+
 def test_gradients_become_wider_on_the_way() -> None:
-    host = torch.zeros(30)
-    copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in (0, 10, 20)]
+    host = torch.zeros(60)
+    copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in range(0, 60, 10)]
     assert len(coalesce.runs(copies, host=0)) == 1
     copy_runs(runs(copies, host=0), to_host=True)
     assert torch.equal(host, torch.cat([source for _, source in copies]).float())
