@@ -345,6 +345,17 @@ def test_only_the_text_needs_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert parsed(capsys.readouterr().out)["fits"]
 
 
+def test_without_numpy_the_command_says_what_to_install() -> None:
+    """As in a new environment: -S leaves out all that is installed."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "perfmodel"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "python -m perfmodel: numpy is needed to plan: pip install numpy rich\n",
+    )
+
+
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     """As a user runs it, with a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ImportError('the planner must not need torch')\n")
