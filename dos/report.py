@@ -56,6 +56,7 @@ def host_facts() -> dict[str, Any]:
     return {
         "python": sys.version,
         "platform": platform.platform(),
+        "wsl": "yes" if "microsoft" in platform.release().lower() else "no",
         "packages": {name: installed.get(name) for name in _PACKAGES},
         "cuda_of_torch": torch.version.cuda,
         "rocm_of_torch": torch.version.hip,

@@ -32,6 +32,14 @@ def test_it_has_what_a_reader_asks_for(capsys: pytest.CaptureFixture[str]) -> No
     assert lines["host memory"].endswith("GiB")
 
 
+@pytest.mark.parametrize(
+    ("release", "expected"), [("5.15.153.1-microsoft-standard-WSL2", "yes"), ("6.8.0-45-generic", "no")]
+)
+def test_it_says_whether_this_is_wsl(release: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: release)
+    assert report.host_facts()["wsl"] == expected
+
+
 def test_it_names_no_host_user_or_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "a-certain-user")
     monkeypatch.setattr(platform, "node", lambda: "a-certain-host")
