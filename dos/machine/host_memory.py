@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 
+_NO_LIMIT = 1 << 60
+"""Bytes from which on a limit is none: version 1 of control groups writes a number close to 2^63."""
 SHARE_OF_HOST = 0.9
 """The share of available host memory that state may take where users do not say and a disk has the rest."""
 
@@ -151,7 +153,7 @@ def _of_container(machine: int | None) -> Iterator[int]:
         for folder in (group, *group.parents):
             texts = [_read(folder / limit).strip() for limit in limits]
             most, used = [int(text) for text in texts if text.isdigit()], _read(folder / usage).strip()
-            if most and used.isdigit():
+            if most and used.isdigit() and min(most) < _NO_LIMIT:
                 left = min(most) - int(used)
                 if machine is None or left < machine:
                     left += sum(_field(folder / "memory.stat", name) or 0 for name in cache)

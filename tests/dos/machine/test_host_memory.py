@@ -13,7 +13,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
-from dos.machine.host_memory import available_bytes, check_host_memory
+from dos.machine.host_memory import available_bytes, check_host_memory, container_bytes
 from tests.support.training import FAST, bits, mlp, train
 
 GIB = 2**30
@@ -66,6 +66,14 @@ def v1(most: int | None, used: int, inactive: int = 0) -> dict[str, object]:
     stat = f"inactive_file 77\ntotal_active_file 0\ntotal_inactive_file {inactive * GIB}"
     limit = UNLIMITED_V1 if most is None else most * GIB
     return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used * GIB, "memory.stat": stat}
+
+
+def test_no_limit_of_a_control_group_is_none(host: Host) -> None:
+    host.groups("4:memory:/a")
+    host.group("memory/a", v1(None, 1))
+    assert container_bytes() is None
+    host.group("memory/a", v1(3, 1))
+    assert container_bytes() == 2 * GIB
 
 
 def test_figures_that_are_none(host: Host) -> None:
