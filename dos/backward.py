@@ -321,7 +321,7 @@ class Backward:
         assert self.now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self.now)
         with self.now.held_up():
-            self._ledger.issue(plan, subjects, found, self.now.workload, self.now, attached=self.attached)
+            self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
         self._learn_pace(plan, self._departed)  # behind the step's first work, which it would delay
 
     @property

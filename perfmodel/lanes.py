@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,10 @@ from perfmodel.timeline import Lane
 
 
 class Stream(enum.IntEnum):
-    """An in-order queue of tasks; two feed the GPU, three or four each link, one each way from and to the disk."""
+    """A queue of tasks; two feed the GPU, three or four each link, one each way from and to the disk.
+
+    All are in order, but for the CPU's and for that of parameters, which are sent as the CPU has updated them.
+    """
 
     CPU = 0
     GPU = 1
@@ -111,6 +115,7 @@ _FED = [(*service.streams, NEVER, NEVER, NEVER)[:4] for service in LANES.values(
 _URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 """The number of the lane that a stream feeds."""
+_TURNS, _UPLOADS = int(Stream.CPU), int(Stream.PARAMETER)
 Speeds = dict[tuple[float, ...], list[float]]
 """Speeds of all lanes, by the bytes/s of host DRAM that each would cause alone; -1 where one is idle."""
 
@@ -121,20 +126,22 @@ def run_tasks(
     """Start and end of each task, in seconds from 0.
 
     tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
-        by number, that must have ended, besides its predecessor in the stream.
+        by number, that must have ended, besides its predecessor in the stream if that is in order.
     known: speeds under this profile that other runs have found; this one adds to them.
 
     A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
-    then the one issued first. Activations and weights go before state, and interrupt it: a device lets them in where a
-    piece of state ends, of 32 MiB, which is taken as no time (on an H200 it was 3% of what was queued before). A copy
-    beside one in the other direction runs at the duplex rate, and whatever touches host DRAM shares it by
-    `sharing.shared_speeds`.
+    then the one issued first. The CPU takes, of its tasks that are ready, the one issued first, so that none waits for
+    what another one lacks; the engine has the same rule (`dos.step.turns`). Activations and weights go before state,
+    and interrupt it: a device lets them in where a piece of state ends, of 32 MiB, which is taken as no time (on an
+    H200 it was 3% of what was queued before). A copy beside one in the other direction runs at the duplex rate, and
+    whatever touches host DRAM shares it by `sharing.shared_speeds`.
     """
     if not tasks:
         return [], []
     stream_of, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
     infinite = math.inf
     queues, waits, dependents = _queued(stream_of, after_of)
+    turns = queues[_TURNS]
     # Since when each stream's next task has been ready; infinite while it is not, or runs.
     ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
     start, end = [math.nan] * len(waits), [math.nan] * len(waits)
@@ -159,7 +166,7 @@ def run_tasks(
                 stream, since = other, ready[other]
             if since < infinite and running[lane] < 0:
                 ready[stream] = infinite
-                running[lane] = task = queues[stream][-1]
+                running[lane] = task = heappop(turns) if stream == _TURNS else queues[stream][-1]
                 left[lane], demands[lane], start[task] = seconds[task], demand[task], now
                 busy.append(lane)
         if not busy:
@@ -184,30 +191,49 @@ def run_tasks(
             running[lane], demands[lane] = -1, -1.0
             end[task] = now
             stream = stream_of[task]
-            queue = queues[stream]
-            queue.pop()
-            if queue and not waits[queue[-1]]:
-                ready[stream] = now
+            if stream == _TURNS:
+                if turns:
+                    ready[_TURNS] = now
+                for waiting in dependents[task]:
+                    if stream_of[waiting] == _UPLOADS:
+                        queues[_UPLOADS].insert(0, waiting)
+            else:
+                queue = queues[stream]
+                queue.pop()
+                if queue and not waits[queue[-1]]:
+                    ready[stream] = now
             for waiting in dependents[task]:
                 waits[waiting] -= 1
-                if not waits[waiting]:
-                    stream = stream_of[waiting]
-                    if queues[stream][-1] == waiting:
-                        ready[stream] = now
-                        free.append(_FEEDS[stream])
+                if waits[waiting]:
+                    continue
+                stream = stream_of[waiting]
+                if stream == _TURNS:
+                    heappush(turns, waiting)
+                elif queues[stream][-1] != waiting:
+                    continue
+                ready[stream] = now
+                free.append(_FEEDS[stream])
 
 
 def _queued(
     stream_of: Sequence[int], after_of: Sequence[Sequence[int]]
 ) -> tuple[list[list[int]], list[int], list[list[int]]]:
-    """Each stream's tasks, the last first; the number of tasks that each task waits for; those that wait for it."""
+    """Each stream's tasks, the last first; the number of tasks that each task waits for; those that wait for it.
+
+    Of the CPU's a heap of those that are ready. Parameters that it updates are queued when it has.
+    """
     waits = [len(after) for after in after_of]
     dependents: list[list[int]] = [[] for _ in waits]
     queues: list[list[int]] = [[] for _ in range(NEVER + 1)]
     for task in range(len(waits) - 1, -1, -1):
-        queues[stream_of[task]].append(task)  # in reverse: a stream's next task is popped from the end
+        stream = stream_of[task]
         for other in after_of[task]:
             dependents[other].append(task)
+        if stream == _TURNS:
+            if not waits[task]:
+                heappush(queues[_TURNS], task)
+        elif stream != _UPLOADS or not any(stream_of[other] == _TURNS for other in after_of[task]):
+            queues[stream].append(task)  # in reverse: a stream's next task is popped from the end
     return queues, waits, dependents
 
 

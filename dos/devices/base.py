@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -81,30 +80,24 @@ class HostJob:
         return self.span
 
 
-def ended_at(job: Job) -> float | None:
-    """Return when a job of a device, or of the host, has ended, by time.perf_counter; None: not yet. Does not wait.
+def has_ended(job: Job) -> bool:
+    """Return whether a job of a device, or of the host, has ended. Does not wait.
 
-    A job that has failed, or that cannot be asked, has ended at -inf: whoever waits for it finds out.
+    A job that has failed, or that cannot be asked, has ended, too: whoever waits for it finds out.
     """
     try:
         asked = getattr(job, "at", None)  # jobs of a device that is queued for can be asked as marks can
         if asked is not None:
-            found: float | None = asked()
-            return found
+            return asked() is not None
         future = getattr(job, "future", None)
         if not isinstance(future, Future):
-            return job.span.end if isinstance(job, HostJob) else -math.inf
+            return True
         if not future.done():
-            return None
+            return False
         result = future.result()
-        return result.end if isinstance(result, Span) else ended_at(result)  # else the job that another thread issued
+        return isinstance(result, Span) or has_ended(result)  # else the job that another thread issued
     except Exception:
-        return -math.inf
-
-
-def has_ended(job: Job) -> bool:
-    """Return whether a job has ended or failed, or cannot be asked. Does not wait."""
-    return ended_at(job) is not None
+        return True
 
 
 class Mark(Protocol):

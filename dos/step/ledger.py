@@ -378,16 +378,13 @@ class Ledger:
         found: Sequence[SubgroupState],
         workload: Workload,
         iteration: Iteration,
-        *,
-        attached: bool,
     ) -> None:
         """Issue a step whose memory is reserved.
 
         subjects, found: by index. workload: the one for which the plan was made. iteration: of the step.
-        attached: whether the next forward waits for parameters one by one.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
-        turns = self._begin(by_number=attached)
+        turns = self._begin(plan.order)
         with self._failing(turns):
             self._follow_parameters(plan, subjects, found)
             found, begun = self._inherit(plan, subjects, found)
@@ -410,17 +407,18 @@ class Ledger:
         self,
         schedule: Schedule,
         subjects: Mapping[int, Subject],
+        planned: Sequence[int],
         iteration: Iteration,
         callers: Collection[Caller],
         behind: Sequence[Job],
     ) -> Step:
         """Issue a part of a step while backward runs, whose memory is reserved. `close` or `settle` ends the step.
 
-        subjects: of the schedule, by index. callers: the queues in which backward wrote their gradients. behind: jobs
-        that use the slots of this part, and must end before. No transit may be in flight. Returns the step. Raises as
-        `issue`.
+        subjects: of the schedule, by index. planned: as for `Turns`. callers: the queues in which backward wrote their
+        gradients. behind: jobs that use the slots of this part, and must end before. No transit may be in flight.
+        Returns the step. Raises as `issue`.
         """
-        turns = self._begin(by_number=True) if self._turns is None else self._turns
+        turns = self._begin(planned) if self._turns is None else self._turns
         with self._failing(turns):
             if self.step is None:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
@@ -456,11 +454,11 @@ class Ledger:
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self, *, by_number: bool) -> Turns:
-        """Begin to issue a step. by_number: as for `Turns`."""
+    def _begin(self, planned: Sequence[int]) -> Turns:
+        """Begin to issue a step. planned: as for `Turns`."""
         self.exposed = False
         self.stores.homes.begin_step()
-        self._turns, self._lane_done = Turns(by_number=by_number), None
+        self._turns, self._lane_done = Turns(planned), None
         return self._turns
 
     def _begin_lane(self) -> None:
@@ -728,7 +726,7 @@ class Ledger:
             if self.stores.disk is not None:
                 self.stores.disk.renew()
             if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
-                self._turns, self._lane_done = Turns(by_number=self._turns.by_number), None
+                self._turns, self._lane_done = Turns(self._turns.planned), None
 
     def trim(self) -> None:
         """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""

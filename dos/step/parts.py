@@ -155,4 +155,4 @@ class Parts:
             self._now.first_departure = self.device.mark()
         schedule = schedule_part(self._granted, self._workload, found, list(found))
         callers = set[Caller]().union(*(each.callers for each in part))
-        return self._ledger.issue_part(schedule, subjects, self._now, callers, behind)
+        return self._ledger.issue_part(schedule, subjects, self.plan.order, self._now, callers, behind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from threading import Condition
 from typing import NamedTuple
 
 from dos.devices import Job
-from dos.devices.base import ended_at
+from dos.devices.base import has_ended
 from dos.kernels.update import Order
 from dos.step.work import SubgroupUpdate
 
@@ -21,7 +20,7 @@ POLL_S = 2e-4
 """Seconds between two looks for gradients that have arrived: a device tells nobody."""
 MISSES, ALL = 4, 16
 """Turns that have not arrived of which a look ends, as those that were handed over behind them mostly arrive later; but
-every so many looks all turns are asked."""
+the first look for a turn, and then every so many, asks all."""
 
 
 class Turn(NamedTuple):
@@ -45,30 +44,28 @@ class Turn(NamedTuple):
 class Turns:
     """The turns of one step. Several threads take them while the caller still hands over later ones.
 
-    Turns update one at a time, in the order in which they are taken. Only those are taken whose gradients and state
-    have arrived, so that none delays another: by the number of their subgroup where a forward waits for them one by
-    one, else in the order in which they have arrived.
+    Turns update one at a time, in the order in which they are taken: of those whose gradients and state have arrived,
+    the first of the plan. So none waits for what another one lacks. The simulator has the same rule
+    (`perfmodel.lanes.run_tasks`).
 
-    by_number: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
+    planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
         of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
     """
 
-    # By number while backward runs, too. What forward needs last would be updated by then if it went first, and forward
-    # would pass through all of that behind the last update: 2 to 10% of the iterations of an H200, by simulation.
-    def __init__(self, *, by_number: bool = False) -> None:
-        """by_number: whether a forward waits for parameters one by one."""
+    def __init__(self, planned: Sequence[int]) -> None:
+        """planned: the numbers of all subgroups, as the plan orders them."""
         self.error: BaseException | None = None
         self.whole = self.served = False
-        self.by_number = by_number
+        self.planned = planned
         self.order = Order()
         self._changed = Condition()
         self._waiting: deque[Turn] = deque()
         """Turns that had not arrived when they were last asked."""
-        self._arrived: list[tuple[float, int, Turn]] = []
-        """A heap: the next one is the first."""
-        self._numbers = itertools.count()  # those that have arrived together stay as they were handed over
+        self._arrived: list[tuple[int, Turn]] = []
+        """A heap, by place in the plan: the next one is the first."""
+        self._place = {number: place for place, number in enumerate(planned)}
         self._closed = self._asking = False
-        self._taken = self._ended = self._looks = 0
+        self._taken = self._ended = 0
 
     def give(self, turn: Turn) -> None:
         """Hand over a turn; those that are expected first come first."""
@@ -92,7 +89,9 @@ class Turns:
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
         with self._changed:
-            while (turn := self._next()) is None:
+            looks = 0
+            while (turn := self._next(math.inf if looks % ALL == 0 else MISSES)) is None:
+                looks += 1
                 if self._closed and not self.waiting:
                     return None
                 asks = not self._asking and bool(self._waiting)  # one thread is enough
@@ -110,26 +109,26 @@ class Turns:
         """The number of turns that nobody has taken."""
         return len(self._waiting) + len(self._arrived)
 
-    def _next(self) -> Turn | None:
-        """Return the next turn that has arrived, if any; after an error any, and the last one of all in any case."""
+    def _next(self, misses: float) -> Turn | None:
+        """Return the next turn that has arrived, if any; after an error any, and the last one of all in any case.
+
+        misses: after which no more are asked.
+        """
         if self.error is None and not (self._closed and self.waiting == 1):
-            self._look()
+            self._look(misses)
         elif self._waiting:
             return self._waiting.popleft()  # the thread that takes it tells of the error, or waits for it
         return heapq.heappop(self._arrived)[-1] if self._arrived else None
 
-    def _look(self) -> None:
-        """Find turns that have arrived."""
-        self._looks += 1
-        most, late = (len(self._waiting) if self._looks % ALL == 0 else MISSES), list[Turn]()
-        while self._waiting and len(late) < most:
+    def _look(self, misses: float) -> None:
+        """Find turns that have arrived. misses: as for `_next`."""
+        late = list[Turn]()
+        while self._waiting and len(late) < misses:
             turn = self._waiting.popleft()
-            arrived = _arrival(turn)
-            if arrived is None:
-                late.append(turn)
+            if all(map(has_ended, turn.ready)):
+                heapq.heappush(self._arrived, (self._place[turn.number], turn))
             else:
-                key = float(turn.number) if self.by_number else arrived
-                heapq.heappush(self._arrived, (key, next(self._numbers), turn))
+                late.append(turn)
         self._waiting.extendleft(reversed(late))
 
     @contextmanager
@@ -174,14 +173,3 @@ class Turns:
         self.error = self.error or error
         if self.error is not None:
             self.order.stop()
-
-
-def _arrival(turn: Turn) -> float | None:
-    """Return when all has arrived for which a turn waits, by time.perf_counter; None: not yet."""
-    latest = -math.inf
-    for job in turn.ready:
-        end = ended_at(job)
-        if end is None:
-            return None
-        latest = max(latest, end)
-    return latest

@@ -57,6 +57,28 @@ def test_saved_tensors_interrupt_copies_of_state() -> None:
     assert end == pytest.approx([1, 5, 6, 3])
 
 
+@pytest.mark.parametrize(
+    ("copies_s", "ends"),
+    [
+        # The gradient that comes last delays no update, wherever it is in the plan; parameters go up as updates end.
+        ([50.0, 2.0, 1.0], [54, 9, 5]),
+        ([2.0, 50.0, 1.0], [9, 54, 5]),
+        # While the third is updated the two others arrive: the plan's first is next.
+        ([3.0, 2.0, 1.0], [9, 13, 5]),
+    ],
+)
+def test_the_cpu_takes_the_first_of_the_plan_whose_gradient_has_arrived(copies_s: list[float], ends: list[int]) -> None:
+    """For each of three what it waits for, on a lane of its own, an update of 4 s, and a copy back of 1 s."""
+    streams = (Stream.READ, Stream.GRADIENT, Stream.GPU)
+    found: list[tuple[int, float, float, tuple[int, ...]]] = []
+    found += [(stream, seconds, 0.0, ()) for stream, seconds in zip(streams, copies_s, strict=True)]
+    found += [(Stream.CPU, 4.0, 0.0, (copy,)) for copy in range(3)]
+    found += [(Stream.PARAMETER, 1.0, 0.0, (3 + turn,)) for turn in range(3)]
+    _, end = run_tasks(found, machine())
+    assert end[3:6] == pytest.approx(ends)
+    assert end[6:] == pytest.approx([each + 1 for each in ends])
+
+
 def test_no_tasks_take_no_time() -> None:
     assert serve(Schedule([]), work(1), machine()) == Timeline(())
 

@@ -61,7 +61,7 @@ def turn(number: int, prepare: Callable[[], Callable[[], object]]) -> Turn:
 
 def run(lane: Any, given: list[Turn]) -> list[object]:
     """The turns on a lane; what each came to: a job or an error."""
-    turns = Turns()
+    turns = Turns(range(len(given)))
     done = lane.submit(lambda: lane.update(turns))
     for each in given:
         turns.give(each)
@@ -143,7 +143,7 @@ def test_a_failed_upload_fails_what_has_not_begun(queues: bool) -> None:
 
 
 def test_a_failed_upload_fails_updates_that_were_handed_over() -> None:
-    turns, updated = Turns(), torch.ones(4)
+    turns, updated = Turns(range(3)), torch.ones(4)
     batch = AdamBatch([AdamArrays(torch.ones(4), updated, torch.zeros(4), torch.zeros(4))])
     settings = AdamStep(lr=0.1, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.0, step=1)
     batch.choose([settings])

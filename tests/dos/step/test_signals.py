@@ -334,10 +334,10 @@ def test_another_thread_that_reads_state_meanwhile_waits(tmp_path: Path) -> None
     thread = threading.Thread(target=lambda: read.append(run.optimizer.state[parameter]["step"].clone()))
     plain = Ledger.issue
 
-    def issue(ledger: Ledger, *arguments: Any, attached: bool) -> None:
+    def issue(ledger: Ledger, *arguments: Any) -> None:
         thread.start()
         thread.join(0.1)
-        plain(ledger, *arguments, attached=attached)
+        plain(ledger, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "issue", issue)

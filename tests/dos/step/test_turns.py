@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,10 +14,17 @@ import pytest
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job, ThreadJob
-from dos.devices.base import HostJob, ended_at
+from dos.devices.base import HostJob, has_ended
+from dos.step import ledger
 from dos.step.issue import Promise
 from dos.step.turns import MISSES, Turn, Turns
 from perfmodel import Lane, Op, Span
+from perfmodel.hardware import HardwareProfile
+from perfmodel.lanes import Stream
+from perfmodel.simulate import Simulator
+from tests.support.inside import session_of
+from tests.support.machines import machine
+from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, backward, bits, mlp
 
 WAIT_S = 20
@@ -42,19 +51,22 @@ def taken(turns: Turns, count: int) -> list[int]:
     return [each.number for _, each in filter(None, found)]
 
 
-@pytest.mark.parametrize(("by_number", "order"), [(False, [2, 5, 1, 4]), (True, [1, 2, 4, 5])])
-def test_turns_are_taken_as_forward_needs_them_or_as_they_arrive(by_number: bool, order: list[int]) -> None:
-    turns = Turns(by_number=by_number)
-    for number, end in ((5, 2.0), (1, 2.0), (4, 3.0), (2, 1.0)):
-        turns.give(turn(number, arrived(0.0), arrived(end)))
-    assert taken(turns, 4) == order
+def test_of_turns_that_have_arrived_the_first_of_the_plan_is_taken() -> None:
+    turns, late = Turns([3, 5, 1, 4, 2, 0]), Future[Span]()
+    turns.give(turn(3, ThreadJob(late)))
+    for number in (2, 4, 1):
+        turns.give(turn(number, arrived(0.0), arrived(number)))
+    assert taken(turns, 1) == [1]
+    turns.give(turn(5, arrived(9.0)))
+    assert taken(turns, 1) == [5], "handed over last"
+    late.set_result(span(9.0))
+    assert taken(turns, 3) == [3, 4, 2], "arrived last"
 
 
-@pytest.mark.parametrize("by_number", [False, True])
 @pytest.mark.parametrize("late", [1, 3 * MISSES])
-def test_what_is_late_delays_nothing_that_has_arrived(by_number: bool, late: int) -> None:
+def test_what_is_late_delays_nothing_that_has_arrived(late: int) -> None:
     """Wherever it was handed over, and although only few are asked at a time."""
-    turns, coming = Turns(by_number=by_number), Future[Span]()
+    turns, coming = Turns(range(100)), Future[Span]()
     for number in range(late):
         turns.give(turn(number, arrived(0.0), ThreadJob(coming)))
     for number in range(late, late + 3):
@@ -72,12 +84,12 @@ def test_what_is_late_delays_nothing_that_has_arrived(by_number: bool, late: int
 
 
 def test_all_are_taken_at_once_after_an_error_and_the_last_one_in_any_case() -> None:
-    turns = Turns()
+    turns = Turns(range(3))
     for number in range(3):
         turns.give(turn(number, ThreadJob(Future())))
     turns.end(ValueError("the link"))
     assert taken(turns, 3) == [0, 1, 2]
-    last = Turns()
+    last = Turns([7])
     last.give(turn(7, ThreadJob(Future())))
     last.close()
     assert taken(last, 1) == [7], "the thread that takes it waits for it"
@@ -94,14 +106,14 @@ def test_when_jobs_have_ended() -> None:
 
     failed, issued, unknown = Future[Span](), Future[Job](), Future[Job]()
     failed.set_exception(ValueError())
-    assert ended_at(HostJob(span(3.0))) == 3.0
-    assert ended_at(Asked()) is None
-    assert ended_at(ThreadJob(failed)) == float("-inf"), "whoever waits for it finds out"
-    assert ended_at(Promise(unknown)) is None
+    assert has_ended(HostJob(span(3.0)))
+    assert not has_ended(Asked())
+    assert has_ended(ThreadJob(failed)), "whoever waits for it finds out"
+    assert not has_ended(Promise(unknown))
     issued.set_result(ThreadJob(Future()))
-    assert ended_at(Promise(issued)) is None, "issued is not ended"
+    assert not has_ended(Promise(issued)), "issued is not ended"
     unknown.set_result(arrived(5.0))
-    assert ended_at(Promise(unknown)) == 5.0
+    assert has_ended(Promise(unknown))
 
 
 class Late(EmulatedDevice):
@@ -160,3 +172,82 @@ def test_a_late_gradient_delays_no_other_update_and_no_bit_changes(late: int, at
         optimizer.synchronize()
     assert not device.missed, "updates waited for the gradient that was late"
     assert bits(model.parameters()) == bits(twin.parameters())
+
+
+class Timed:
+    """A job that has ended once the simulator's clock says so."""
+
+    def __init__(self, job: Job, end: float, clock: list[float]) -> None:
+        self.job, self.end, self.clock = job, end, clock
+
+    def at(self) -> float | None:
+        return self.end if self.end <= self.clock[-1] else None
+
+    def wait(self) -> Span:
+        return self.job.wait()
+
+
+def simulated(optimizer: DOSAdam, profile: HardwareProfile, orders: list[tuple[list[int], list[int]]]) -> type[Turns]:
+    """Turns that arrive when the simulator says so, and are taken when its CPU is free.
+
+    orders: receives the orders of updates of each step, as simulated and as taken.
+    """
+
+    class Simulated(Turns):
+        def __init__(self, planned: Sequence[int]) -> None:
+            super().__init__(planned)
+            self.clock, self.starts = [-math.inf], list[tuple[float, int]]()
+            self.ends = list[float]()
+
+        def give(self, turn: Turn) -> None:
+            step = session_of(optimizer).ledger.step
+            assert step is not None
+            made, work = step.schedule, step.iteration.workload
+            assert work is not None
+            if not self.ends:
+                start, self.ends = Simulator(work, profile).serve(made)
+                on_host = [n for n, task in enumerate(made.tasks) if task.stream is Stream.CPU]
+                self.starts = sorted((start[n], made.tasks[n].subgroup or 0) for n in on_host)
+                orders.append(([i for _, i in self.starts], []))
+            task = next(t for t in made.tasks if t.stream is Stream.CPU and t.subgroup == turn.number)
+            waits = [n for n in task.after if n != made.under_way and made.tasks[n].op is not Op.BACKWARD]
+            timed = [Timed(job, self.ends[n], self.clock) for job, n in zip(turn.ready, waits, strict=True)]
+            super().give(turn._replace(ready=timed))
+
+        def take(self) -> tuple[int, Turn] | None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._closed, WAIT_S)
+            if self.starts:
+                self.clock.append(self.starts.pop(0)[0])
+            found = super().take()
+            if found is not None:
+                orders[-1][1].append(found[1].number)
+            return found
+
+    return Simulated
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_the_engine_updates_in_the_simulator_s_order(offload_gradients: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = list[tuple[list[int], list[int]]]()
+    for seed in range(4):
+        rng = random.Random(seed)
+        model = mlp()
+        optimizer = DOSAdam(
+            model.parameters(),
+            policy=RandomPlans(seed, 2),
+            subgroup_size=60,
+            device=EmulatedDevice(FAST, capacity=10**9),
+            offload_gradients=offload_gradients,
+        )
+        profile = machine(cpu_update_rate=rng.choice([0.5, 2.0, 8.0]), host_bandwidth=rng.choice([30.0, math.inf]))
+        monkeypatch.setattr(ledger, "Turns", simulated(optimizer, profile, orders))
+        for step in range(6):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+    assert all(predicted == took for predicted, took in orders)
+    assert len(orders) > 20
+    plain = sum(took != sorted(took) for _, took in orders)
+    assert plain > len(orders) // 2, "plans have other orders than that of numbers"
