@@ -107,7 +107,8 @@ class WeightStream:
         """The numbers of the backwards that run."""
         self._moves: deque[Job] = deque(maxlen=_MOST_JOBS)
         self._stalls: deque[tuple[Mark, Mark]] = deque(maxlen=_MOST_JOBS)
-        self._graphs = 0
+        self._graphs = self._without_graph = 0
+        """Forwards that made a graph, and forwards that made none: one in a reentrant checkpoint does in backward."""
         self._evaluated = False
         """Whether no backward has ended since the last forward has begun, or ended."""
         self._autocast = False
@@ -205,7 +206,7 @@ class WeightStream:
 
     def take_forwards(self) -> int:
         """Return the number of forwards that made a graph since the last call of this."""
-        count, self._graphs = self._graphs, 0
+        count, self._graphs, self._without_graph = self._graphs, 0, 0
         return count
 
     def moves(self) -> deque[Job]:
@@ -218,9 +219,14 @@ class WeightStream:
     @hook
     def _begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
-        self._graphs += torch.is_grad_enabled()
-        if in_backward():
-            return  # the model itself is recomputed, in a reentrant checkpoint, whose forward made no graph
+        graph = torch.is_grad_enabled()
+        if in_backward():  # the model itself is recomputed
+            reentrant = graph and self._without_graph > 0
+            self._graphs += reentrant
+            self._without_graph -= reentrant
+            return
+        self._graphs += graph
+        self._without_graph += not graph
         self._refuse_compiled()
         if self._forwards and not runs_within_itself(model):
             self._forwards = 0  # Ctrl-C has ended the last forward, and torch calls no hook then

@@ -96,11 +96,24 @@ def test_what_returns_gradients_drops_none() -> None:
     assert everything(model, optimizer) == everything(other, reference)
 
 
+Backward = Callable[..., Any]
+
+
+def patch_of(forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Callable[[Backward], Any]:
+    """What runs a backward that accumulates gradients, with calls of this function alone."""
+    patches: list[Callable[..., Any]] = []
+    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
+    interrupted.after_interruptions(forget)
+    return lambda backward: patches[0](backward, accumulate_grad=True)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise StoppedError
+
+
 def test_no_backward_of_another_thread_begins_while_gradients_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it wrote would be dropped, too."""
     began: list[str] = []
-    patches: list[Callable[..., Any]] = []
-    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
 
     def forget() -> None:
         began.append("forget")
@@ -109,17 +122,28 @@ def test_no_backward_of_another_thread_begins_while_gradients_are_dropped(monkey
         other.join(0.1)  # it does not end before this has
         began.append("forgotten")
 
-    def fail(**_: Any) -> None:
-        raise StoppedError
-
-    interrupted.after_interruptions(forget)
-    (run,) = patches
-    other = threading.Thread(target=lambda: run(lambda **_: began.append("other"), accumulate_grad=True))
+    run = patch_of(forget, monkeypatch)
+    other = threading.Thread(target=lambda: run(lambda **_: began.append("other")))
     with pytest.raises(StoppedError):
-        run(fail, accumulate_grad=True)
-    run(lambda **_: None, accumulate_grad=True)
+        run(fail)
+    run(lambda **_: None)
     other.join()
     assert began == ["forget", "forgotten", "other"]
+
+
+def test_no_gradients_are_dropped_while_another_backward_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread, or around those that fail and begin."""
+    began: list[str] = []
+    run = patch_of(lambda: began.append("forget"), monkeypatch)
+
+    def around(**_: Any) -> None:
+        with pytest.raises(StoppedError):
+            run(fail)
+        run(lambda **_: began.append("within"))
+
+    run(around)
+    run(lambda **_: began.append("next"))
+    assert began == ["within", "forget", "next"]
 
 
 @pytest.mark.parametrize("weights", [0, 3])
@@ -128,10 +152,6 @@ def test_what_waits_for_the_rest_of_a_backward_that_raises_is_dropped_as_autogra
     weights: Any, again: bool
 ) -> None:
     """A weight's own gradient, of a penalty, waits for that of its copy; a step or another backward follows."""
-
-    def fail(*_: object) -> None:
-        raise StoppedError
-
     ends = []
     for streams in (True, False):
         model = net(torch.float32)

@@ -159,14 +159,22 @@ def test_a_backward_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ended) == len(set(ended)) == 2
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_model_that_is_checkpointed_whole_makes_one_micro_batch(use_reentrant: bool) -> None:
-    model = net()
-    optimizer = start(model, 0)
+@pytest.mark.parametrize(("use_reentrant", "again"), [(False, [0, 1, 2, 3]), (True, [0, 1, 2, 3, 4, 5])])
+def test_a_model_that_is_recomputed_with_what_is_around_it(use_reentrant: bool, again: list[int]) -> None:
+    """Its forward in backward makes no micro-batch of its own, and releases no block.
+
+    Both first blocks are there when the second micro-batch begins, and both last ones when its backward does, unless
+    its forward made no graph.
+    """
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
     for step in range(2):
         for number in range(2):
+            device.fetched.clear()
             x = inputs(2 * step + number, model).requires_grad_()
-            checkpoint(model, x, use_reentrant=use_reentrant).float().sum().backward()
+            found = checkpoint(lambda x: model(x.sin()).cos(), x, use_reentrant=use_reentrant)
+            found.float().sum().backward()
+        assert device.fetched == [2, 3, 4, 5, *again]
         optimizer.step()
         optimizer.zero_grad()
     assert session_of(optimizer).on_device.facts().workload.micro_batches == 2

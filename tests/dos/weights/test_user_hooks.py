@@ -83,6 +83,8 @@ def test_hooks_that_would_run_on_parts_of_a_gradient_are_refused(weights: Any) -
         handle = model.blocks[2].bias.register_hook(torch.sign)
         loss(model, 0).backward()
         alone(model, 1).backward()  # one part in a backward is all of it
+        for found in (loss(model, 0), alone(model, 1)):
+            torch.autograd.grad(found, list(model.parameters()))
         with pytest.raises(
             RuntimeError, match=r"of shape \(1, 16\) of a block has a hook of register_hook\(\), and the loss"
         ):

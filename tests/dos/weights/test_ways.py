@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dos.weights import inputs as inputs_of_backward
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, recomputed, start, train, whole
 from tests.support.devices import FaultyDevice
 from tests.support.training import bits, everything
@@ -123,6 +124,20 @@ def test_parameters_that_a_loss_does_not_use() -> None:
     found = torch.autograd.grad(loss(model, 0), [*parameters, unused], allow_unused=True)
     assert [g is None for g in found] == [*(False for _ in parameters), True]
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("chosen", [(), (object(),)])
+def test_backward_of_all_or_of_what_does_not_stream_is_torchs_own(
+    chosen: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not even look for copies if none are asked for."""
+    patches, called, asked = list[Any](), list[Any](), list[Any]()
+    monkeypatch.setattr(inputs_of_backward, "replace_run_backward", patches.append)
+    inputs_of_backward.serve_inputs(lambda parameters: asked.append(parameters) or {})
+    arguments = ["outputs"], None, False, False, chosen, False
+    patches[0](lambda *found, **options: called.append((found, options)), *arguments, accumulate_grad=False)
+    assert called == [(arguments, {"accumulate_grad": False})]
+    assert asked == [chosen] * len(chosen)
 
 
 def penalty(model: nn.Module) -> None:
