@@ -222,7 +222,7 @@ class Block:
         self.end_backward()
         self._job, self._joined = None, set()
         # Views that autograd has saved keep the storage object, without memory. Reading one before the next fetch would
-        # be a fault, so `WeightStream.before_use` and `begins` fetch the block before.
+        # be a fault, so `BackwardHooks` fetch the block before.
         self._device.empty(self._buffer)
 
     def end_backward(self) -> None:

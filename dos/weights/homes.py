@@ -291,9 +291,9 @@ class WeightHomes:
         block.use_memory(homes)
         # The copies have no values of their own after this: the next forward fetches them from the homes.
         if block.filled:  # it stayed
-            self.stream.forget_storage(block)
+            self.stream.copies.forget_storage(block)
             block.leave_memory()
-            self.stream.know_storage(block)
+            self.stream.copies.know_storage(block)
 
     def _move_to_device(self, block: Block) -> None:
         # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.
@@ -308,7 +308,7 @@ class WeightHomes:
         """
         known = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
         for block in dict.fromkeys(known[id(p)] for p in parameters if id(p) in known):
-            self.stream.take_replaced(block)
+            self.stream.fetching.take_replaced(block)
 
     def _frozen_of(self, members: Iterable[Member]) -> tuple[list[Tensor], _Frozen]:
         """Return the parameters of a block that have no state, and the key of their memory."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job
 from dos.weights.block import Block
-from dos.weights.stream import WeightStream
+from dos.weights.fetching import Fetching
 from perfmodel import Op
 from tests.support.blocks import inputs, loss, net, start, train
 from tests.support.devices import FaultyDevice, Watched
@@ -241,16 +241,16 @@ def test_a_block_that_is_updated_while_the_one_before_it_computes_is_fetched_the
     optimizer = start(model, 0, device=device)
     train(model, optimizer, 2, micro_batches=1)
     optimizer.synchronize()
-    updated, at_end, ready = False, list[int](), WeightStream._ready
+    updated, at_end, ready = False, list[int](), Fetching._ready
 
-    def ready_once_updated(stream: WeightStream, block: Block, *, wait: bool) -> Sequence[Job] | None:
-        return ready(stream, block, wait=wait) if updated or wait else None
+    def ready_once_updated(fetching: Fetching, block: Block, *, wait: bool) -> Sequence[Job] | None:
+        return ready(fetching, block, wait=wait) if updated or wait else None
 
     def update(*_: object) -> None:
         nonlocal updated
         updated = True
 
-    monkeypatch.setattr(WeightStream, "_ready", ready_once_updated)
+    monkeypatch.setattr(Fetching, "_ready", ready_once_updated)
     device.fetched.clear()
     next(model.blocks[0].children()).register_forward_pre_hook(update)
     model.blocks[0].register_forward_hook(lambda *_: at_end.extend(device.fetched))

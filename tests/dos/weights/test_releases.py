@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dos import DOSAdam
-from dos.weights.stream import WeightStream
+from dos.weights.backward import BackwardHooks
 from tests.support.blocks import RUNS, inputs, loss, net, recomputed, start, train
 from tests.support.devices import Watched
 from tests.support.inside import StoppedError, session_of
@@ -145,14 +145,14 @@ def test_inputs_that_user_code_keeps_get_no_hooks_for_good(run: Callable[..., An
 
 def test_a_backward_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many blocks it uses."""
-    model, ended, ends = net(run=recomputed), list[int](), WeightStream._backward_ends
+    model, ended, ends = net(run=recomputed), list[int](), BackwardHooks._end
     optimizer = start(model, 0)
 
-    def end(stream: WeightStream, number: int) -> None:
+    def end(hooks: BackwardHooks, number: int) -> None:
         ended.append(number)
-        ends(stream, number)
+        ends(hooks, number)
 
-    monkeypatch.setattr(WeightStream, "_backward_ends", end)
+    monkeypatch.setattr(BackwardHooks, "_end", end)
     for step in range(2):
         loss(model, step).backward()
     optimizer.step()
