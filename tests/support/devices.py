@@ -202,13 +202,18 @@ class FaultyDevice(EmulatedDevice):
 
 
 class Watched(EmulatedDevice):
-    """Notes how many blocks have memory at a time, and how much all do."""
+    """Notes how many blocks have memory at a time, and how much all do.
+
+    fetched: the blocks, in order. joins: how often a caller has waited for one.
+    """
 
     def __init__(self, capacity: int = 10**8) -> None:
         super().__init__(FAST, capacity)
         self.filled: set[int] = set()
         self.most = 0
         self.fetched: list[int] = []
+        self.fetches: weakref.WeakSet[Job] = weakref.WeakSet()
+        self.joins = 0
 
     def refill(self, buffer: Tensor) -> None:
         super().refill(buffer)
@@ -220,9 +225,15 @@ class Watched(EmulatedDevice):
         self.filled.discard(id(buffer))
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
+        job = super().copy(op, subgroup, copies, after)
         if op is Op.WEIGHTS:
             self.fetched.append(subgroup)
-        return super().copy(op, subgroup, copies, after)
+            self.fetches.add(job)
+        return job
+
+    def join(self, job: Job) -> None:
+        self.joins += job in self.fetches
+        super().join(job)
 
 
 class Asked(NamedTuple):

@@ -275,10 +275,14 @@ def test_an_evaluation_leaves_no_copies_of_weights_that_user_code_then_puts_back
 
 
 def test_no_block_is_fetched_in_vain() -> None:
-    """Without a graph, each block once; where a forward has no backward, no more than the window has memory."""
+    """Without a graph, each block once; where a forward has no backward, no more than the window has memory.
+
+    Backward waits once for each.
+    """
     model, device = net(), Watched()
     optimizer = start(model, 0, device=device)
     train(model, optimizer, 2, micro_batches=1)
+    assert 0 < device.joins == len(device.fetched)
     optimizer.synchronize()
     device.fetched.clear()
     with torch.no_grad():

@@ -166,6 +166,28 @@ def test_an_update_that_runs_meanwhile_is_not_lost_in_silence(weights: int) -> N
         loss(model, 2)
 
 
+def test_memory_that_is_replaced_between_forward_and_backward() -> None:
+    """Backward computes with the former values, until a forward has taken the others over."""
+    ends = []
+    for weights in (0, None):
+        model = net(torch.float32)
+        optimizer = start(model, weights)
+        for step in range(2):
+            found = loss(model, step)
+            halve(model)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(bits(model.parameters()))
+        found = loss(model, 2)
+        halve(model)
+        loss(model, 3)
+        if weights is not None:
+            with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+                found.backward()
+    assert ends[0] == ends[1]
+
+
 def test_parameters_have_storages_of_their_own() -> None:
     for weights in (0, 2, "auto"):
         model = net(blocks=4)
@@ -203,6 +225,8 @@ def test_weights_that_are_put_back_after_an_evaluation(dtype: torch.dtype, weigh
                 seen += [loss(model, 50), loss(model, 51)]
             for name, p in model.named_parameters():
                 p.data = backup[name]
+            if step % 2:  # before a forward
+                seen += [p.clone() for p in model.state_dict().values()]
             seen.append(loss(model, 52).detach())
         ends.append(bits([*model.parameters(), *seen]))
     assert ends[0] == ends[1]
