@@ -63,6 +63,7 @@ fi
 
 pip() { "$VENV"/bin/python -m pip --disable-pip-version-check "$@"; }
 pip install --quiet --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
+echo "Installing into $VENV and compiling the extension: some minutes without output."
 # Without isolation, so that a rebuild after a change of csrc is incremental.
 if [ -z "$installed" ]; then
     extras=$(IFS=,; echo "dev${*:+,$*}")

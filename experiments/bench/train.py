@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not console.is_terminal:  # where no bar moves
             left = len(policies) + 1 + (machine.has_neighbour and DEFAULT in policies) - len(progress.tasks)
             seconds = time.perf_counter() - began
-            figures = f"{len(batches)} iterations, loss {iterations[-1].loss:.3f}, {seconds:.0f} s"
+            figures = f"{len(batches)} iterations, last loss {iterations[-1].loss:.3f}, {seconds:.0f} s"
             console.print(f"{name}: {figures}; {left} more to come" if left else f"{name}: {figures}")
         share, explanation = 1.0, ""
         if isinstance(optimizer, DOSAdam):
@@ -271,7 +271,8 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
         cells.append([name, loss, *shown, f"{s['accelerator_share']:.0%}", f"{s['peak_device_bytes'] / 2**20:.0f} MiB"])
     console.print(table("", HEADERS, cells))
     console.print(
-        f"Every run has {machine.capacity / 2**20:.0f} MiB of device memory. compute: forward and backward"
+        f"Every run has {machine.capacity / 2**20:.0f} MiB of device memory. loss: the mean of the last {LAST} "
+        "iterations; compute: forward and backward"
         + (f", made to last {machine.compute_s * 1e3:.0f} ms, more on a busy computer" if machine.compute_s else "")
         + "; update: how long step() held the training up; on device: parameters updated there; "
         f"memory: the most that was held. {DEFAULT!r} is the default.",

@@ -63,7 +63,7 @@ def test_every_policy_learns_as_adamw_does_and_says_what_it_took(
         printed = " ".join(capsys.readouterr().out.split())
         assert "does not fit" in printed[printed.index("│ AdamW") : printed.index("│ cpu")]
         assert printed.count("does not fit │") == 1
-        assert re.search(r"AdamW: 6 iterations, loss [\d.]+, \d+ s; 5 more to come", printed), "where no bar moves"
+        assert re.search(r"AdamW: 6 iterations, last loss [\d.]+, \d+ s; 5 more to come", printed), "where no bar moves"
         assert "the losses are the same to the bit" in printed
         held, capacity = map(int, re.search(r"At most (\d+) of (\d+) MiB", printed).groups())
         assert held <= capacity
