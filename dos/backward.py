@@ -127,6 +127,7 @@ class Backward:
             loads,
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
+            ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
             passing_bytes=beside,
             in_backward=self.updates,
             **weights,
@@ -310,19 +311,20 @@ class Backward:
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
 
-    def _learn_pace(self, plan: Plan, departed: bool) -> None:
-        """departed: whether gradients have left in backward, and are used as they left."""
+    def _learn_pace(self, plan: Plan, departed: bool, issued: float | None = None) -> None:
+        """departed: whether gradients have left in backward, and are used as they left. issued: as for `Pace.step`."""
         early = departed if Placement.CPU in plan.placements else None
-        self.decisions.pace.step(self.now, early=early, stalls=self._stalls())
+        self.decisions.pace.step(self.now, early=early, stalls=self._stalls(), issued=issued)
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""
         plan, subjects, found = prepared
         assert self.now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self.now)
+        issued = time.perf_counter()
         with self.now.held_up():
             self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
-        self._learn_pace(plan, self._departed)  # behind the step's first work, which it would delay
+        self._learn_pace(plan, self._departed, issued)  # behind the step's first work, which it would delay
 
     @property
     def wants_clean_forward(self) -> bool:

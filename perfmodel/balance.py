@@ -199,8 +199,13 @@ class Balance:
         cycles = prefetches + mix.streamed_s(Stream.GPU) + flushes + mix.passing * mix.resident[:, [Stream.GPU]]
         prefetch, update, flush = (mix.other[:, [s]] for s in (Stream.PREFETCH, Stream.GPU, Stream.FLUSH))
         meet = prefetch / np.maximum(prefetch + update + flush, 1e-300)
+        # Since the step was issued the CPU has updated what had arrived by then.
+        speed = self._speeds[0, 1 | 1 << DOWN, 0]
+        left = early / np.maximum(gradients, 1e-300)  # of the gradients, the share that has
+        left = np.where(gradients > 0, left, (1 - on_disk) * (1 - 1 / len(self._each)))
+        begun = np.minimum(mix.on_cpu_s(Stream.CPU) * left, min(work.ahead_s, work.backward_s) * speed)
         found = [
-            mix.on_cpu_s(Stream.CPU),
+            mix.on_cpu_s(Stream.CPU) - begun,
             np.where(one, cycles + parameters * meet + home, prefetches + parameters) + returned - filled,
             gradients - early + np.where(one, 0.0, flushes + home),
         ]

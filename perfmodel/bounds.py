@@ -269,6 +269,7 @@ class _Sums:
             profile,
         )
         self._prices = prices(links)
+        self._cpu_traffic = max(c[Stream.CPU].rate for c in costs)
         idle = links[:, 0] == 0  # the CPU, while backward lasts
         self._fastest = np.maximum(links[idle].max(axis=0), 1.0)
         self._beside_speed = (links[idle] @ self._prices.T).max(axis=0)
@@ -357,15 +358,18 @@ class _Sums:
         filled = np.minimum(np.where(slots > 0, slots, 0.0) * self._most_prefetch, before * self._fastest[1])
         filled = np.minimum(filled, sum_of("H2D"))
         lanes = np.stack([sum_of("CPU", 0), up, down], axis=-1)
-        ahead = filled[:, None] * self._prices[:, 1] + early[:, None] * self._prices[:, 2]
-        ahead = np.minimum(ahead, before[:, None] * self._beside_speed)
+        called = np.minimum((work.ahead_s + stall) * (work.ahead_s > 0), before)  # since then the CPU updates, too
+        begun = np.minimum(lanes[:, 0], called)
+        ahead = np.stack([begun, filled, early], axis=-1) @ self._prices.T
+        ahead = np.minimum(ahead, (before - called)[:, None] * self._beside_speed + called[:, None])
         seconds = (lanes @ self._prices.T - ahead).max(axis=-1)
         seconds = np.maximum(seconds, sum_of("GPU") + self._forward_s)
         with np.errstate(invalid="ignore"):
             turns = (sum_of("slots", 1) - filled) / np.maximum(slots, 1.0)
         seconds = np.maximum(seconds, np.where(streamed > 0, turns, 0.0))
         rate = profile.host_bandwidth_per_rank
-        before_s = np.minimum((filled * profile.h2d_bandwidth + early * profile.d2h_bandwidth) / rate, before)
+        moved = filled * profile.h2d_bandwidth + early * profile.d2h_bandwidth + begun * self._cpu_traffic
+        before_s = np.minimum(moved / rate, before)
         traffic = (sum_of("host") + more_bytes + leave * bool(self._forward_s)) / rate - before_s
         seconds = np.maximum(seconds, traffic) - self._forward_s
         if self._spills:

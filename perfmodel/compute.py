@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from perfmodel.lanes import Stream
 from perfmodel.plan import Placement, Plan
@@ -19,10 +19,15 @@ Run = tuple[int, int, tuple[int, ...]]
 
 
 def backward_pieces(
-    add: Add, workload: Workload, offloaded: int = 0, weights: WeightFetches | None = None
+    add: Add,
+    workload: Workload,
+    offloaded: int = 0,
+    weights: WeightFetches | None = None,
+    parts: Collection[int] | None = None,
 ) -> dict[int, int]:
     """Add backward, last subgroup first, a piece for each in proportion to its size. Return these by subgroup.
 
+    parts: of `Workload.backward_runs`, after which a piece has to end; None: after each.
     offloaded: how many of the saved tensors are on the host. They come back in reverse, each while backward uses those
     saved AHEAD places after it, or at once. weights: of blocks that stream.
     """
@@ -41,8 +46,25 @@ def backward_pieces(
         restore(number)
     if weights is not None:
         weights.begin(backward=True)
-    runs = [(part, size, ()) for part, size in workload.backward_runs]
+    runs, size, last = list[Run](), 0, workload.backward_runs[-1][0]
+    for part, each in workload.backward_runs:
+        size += each
+        if parts is None or weights is not None or part in parts or part == last:
+            runs.append((part, size, ()))
+            size = 0
     return _pieces(add, BACKWARD, runs, [saved[g].due for g in groups], due, weights)
+
+
+def issued_after(workload: Workload) -> int | None:
+    """Return the part of backward at whose end the host issues the step; None: before all."""
+    found, done, until = None, 0.0, (workload.backward_s - workload.ahead_s) * (1 - 1e-9)
+    if not workload.ahead_s:
+        return workload.backward_runs[-1][0]
+    for part, size in workload.backward_runs:
+        if done >= until:
+            break
+        found, done = part, done + workload.seconds_by_size[0] * size
+    return found
 
 
 def memory_freed(plan: Plan, workload: Workload, slots: int) -> tuple[int, ...]:

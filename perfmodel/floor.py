@@ -22,7 +22,8 @@ class Floor:
     """A lower bound of the simulated time of each plan of a workload.
 
     Lanes are busy with their own work at the speeds that they have beside each other. What the links can do beside
-    backward is taken off; the CPU begins after it. Disks, and weights that updates move, are left out.
+    backward is taken off, and what the CPU can once the step is issued. Disks, and weights that updates move, are left
+    out.
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope) -> None:
@@ -33,6 +34,7 @@ class Floor:
         self._backward_s = workload.backward_s if scope.backward is Phase.OVERLAPPED else 0.0
         self._forward_s = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
         self._leave = bool(self._backward_s)
+        self._ahead_s = min(workload.ahead_s, self._backward_s)
         members: dict[SubgroupLoad, list[int]] = {}
         for i, load in enumerate(workload.subgroups):
             members.setdefault(load, []).append(i)
@@ -61,7 +63,7 @@ class Floor:
                 a, b, c, d, e, f = sums[placement]
                 cpu, up, down, gpu = cpu + count * a, up + count * b, down + count * c, gpu + count * d
                 early, turns = early + count * e, turns + count * f
-        before, slots = self._backward_s, plan.slots
+        before, called, slots = self._backward_s, self._ahead_s, plan.slots
         filled = 0.0 if work.returns or not before else min(slots, plan.placements.count(Placement.GPU_STREAMED))
         filled *= self._fill_s
         found = before + self._forward_s + gpu
@@ -72,7 +74,8 @@ class Floor:
             away = sorted(block.nbytes for b, block in enumerate(work.blocks) if b not in plan.blocks_on_device)
             up += sum(away[:-WEIGHT_WINDOW]) / profile.h2d_bandwidth
         for of_cpu, of_up, of_down, most in self._prices:
-            ahead = min(filled * of_up + early * of_down, before * most)
+            ahead = filled * of_up + early * of_down + min(cpu, called) * of_cpu
+            ahead = min(ahead, (before - called) * most + called)
             found = max(found, before + cpu * of_cpu + up * of_up + down * of_down - ahead)
         return found - before - self._forward_s - self._hidden_s
 

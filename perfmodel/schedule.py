@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 
 from perfmodel.builder import ScheduleBuilder
-from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, memory_freed
+from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, issued_after, memory_freed
 from perfmodel.plan import Placement, Plan
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
 from perfmodel.tasks import CPU, DEVICE, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
@@ -53,19 +53,8 @@ def schedule(
     slots = max(plan.slots, workload.returns and RESIDENT in plan.placements)
     vacated: list[tuple[int, ...]] = [()] * slots
     if scope.backward is not Phase.ABSENT:
-        made.piece = backward_pieces(made.add, workload, len(workload.moved(plan.activation_bytes)), weights)
+        vacated = _beside_backward(made, plan, workload, scope, slots, weights)
         backward = (made.piece[0],)
-        vacated = [backward] * slots
-    if overlapped:
-        for i in range(len(loads) - 1, -1, -1):
-            # State from disk has no memory for its gradients until its turn, where they are not offloaded.
-            if not loads[i].returned_bytes and (plan.placements[i] is not CPU or i in plan.on_disk):
-                continue
-            made.departed[i] = (made.add(GRADIENT, i, loads[i].gradient_bytes, (made.piece[i],)),)
-        # Offloaded gradients pass through slots, which backward does not fill then.
-        filled = 0 if workload.returns else min(slots, plan.placements.count(STREAMED))
-        ends = [*made.piece.values()]
-        vacated[:filled] = [(ends[n - 1],) if n else () for n in memory_freed(plan, workload, filled)]
     if scope.backward is not Phase.UPDATED:
         made.step(backward, vacated)
     else:
@@ -82,12 +71,43 @@ def schedule(
     if scope.forward is Phase.SERIAL:
         # Forward does not wait for writes to disk.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
-        parts = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
-        runs, updated = [(part, size, before) for part, size in parts], lambda block: before
+        whole = workload.runs if workload.blocks else [(0, max(workload.numel, 1))]
+        runs, updated = [(part, size, before) for part, size in whole], lambda block: before
     if weights is not None:
         weights.begin(backward=False, after=updated, updated=True)
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
     return Schedule(tuple(made.tasks))
+
+
+def _beside_backward(
+    made: ScheduleBuilder, plan: Plan, workload: Workload, scope: Scope, slots: int, weights: WeightFetches | None
+) -> list[tuple[int, ...]]:
+    """Add backward, and the gradients that leave meanwhile. Return for each slot the tasks that end before it is free.
+
+    Pieces of backward behind which nothing begins are one.
+    """
+    # State from disk has no memory for its gradients until its turn, where they are not offloaded.
+    leaving = [
+        i
+        for i, load in reversed([*enumerate(workload.subgroups)])
+        if load.returned_bytes or (plan.placements[i] is CPU and i not in plan.on_disk)
+    ]
+    overlapped = scope.backward is not Phase.SERIAL
+    # Offloaded gradients pass through slots, which backward does not fill then.
+    filled = 0 if workload.returns or not overlapped else min(slots, plan.placements.count(STREAMED))
+    freed = [workload.backward_runs[n - 1][0] if n else None for n in memory_freed(plan, workload, filled)]
+    issued = issued_after(workload)
+    parts = None if scope.backward is Phase.UPDATED else {*leaving, *freed, issued}
+    moved = len(workload.moved(plan.activation_bytes))
+    pieces = made.piece = backward_pieces(made.add, workload, moved, weights, parts)
+    vacated: list[tuple[int, ...]] = [(pieces[0],)] * slots
+    if scope.backward is Phase.OVERLAPPED:
+        made.issued = () if issued is None else (pieces[issued],)
+    if overlapped:
+        for i in leaving:
+            made.departed[i] = (made.add(GRADIENT, i, workload.subgroups[i].gradient_bytes, (pieces[i],)),)
+        vacated[:filled] = [() if part is None else (pieces[part],) for part in freed]
+    return vacated
 
 
 def turns(plan: Plan, workload: Workload, turn_s: Mapping[Placement, Sequence[float]]) -> list[int]:
@@ -142,6 +162,8 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     made = ScheduleBuilder(plan, workload, found)
     if begun:
         made.piece = backward_pieces(made.add, workload)
+        issued = issued_after(workload)
+        made.issued = () if issued is None else (made.piece[issued],)
         made.add_early(begun, found)
     issued = len(made.tasks)
     backward = (made.add(BACKWARD, None, 0),)

@@ -26,8 +26,9 @@ class Scope:
     """Extent of a plan; by default the update alone, with all gradients still on the device.
 
     backward: overlapped, each gradient leaves when backward has made it (the last subgroup's first), and prefetches
-        start as backward frees memory. Updates start after backward, but for `Phase.UPDATED`, where a subgroup is
-        fetched and updated when its gradients are complete.
+        start as backward frees memory. The device updates after backward; the CPU updates what has arrived once the
+        host has issued the step (`Workload.ahead_s`). But for `Phase.UPDATED`, where a subgroup is fetched and updated
+        when its gradients are complete.
     forward: of the next iteration; overlapped, each subgroup's share of it waits for its own parameters only.
     """
 

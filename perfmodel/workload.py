@@ -118,6 +118,8 @@ class Workload:
     blocks_least, blocks_most: of them that stay on the device.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
     in_backward: whether a subgroup is updated as soon as backward has completed its gradients, not after backward.
+    ahead_s: seconds before the end of backward at which the host issues the step: from then on the CPU updates what has
+        arrived. 0: the host is no faster than the device, or waits for it.
 
     Raises ValueError for an empty workload, negative times or sizes, saved tensors or blocks that are out of order, or
     blocks whose gradients are not offloaded.
@@ -140,6 +142,7 @@ class Workload:
     blocks_most: float = math.inf
     micro_batches: int = 1
     in_backward: bool = False
+    ahead_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.subgroups:
@@ -150,7 +153,7 @@ class Workload:
             raise ValueError(f"micro_batches must be 1 or more, found {self.micro_batches}")
         if self.blocks:
             self._check_blocks()
-        for name in ("forward_s", "backward_s", *free, *host):
+        for name in ("forward_s", "backward_s", "ahead_s", *free, *host):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
         for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):

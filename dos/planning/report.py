@@ -319,6 +319,7 @@ def why_changed(
         ("memory for the update", size_of(before.shared_free_bytes), size_of(now.shared_free_bytes)),
         ("forward", _ms(before.forward_s), _ms(now.forward_s)),
         ("backward", _ms(before.backward_s), _ms(now.backward_s)),
+        ("the time from the step's issue to the end of backward", _ms(before.ahead_s), _ms(now.ahead_s)),
     ):
         if then != since:
             reasons += [f"{what} went from {then} to {since}"]

@@ -26,6 +26,7 @@ class Pace:
 
     forward: from the end of step() to backward, without the waits for parameters.
     backward: from the first gradient that is sent early to step(); 0 if none is.
+    ahead: from when the host begins to issue the step until the device has ended backward: 0 if that is sooner.
     rest: from the first gradient to step(), further micro-batches included, whether gradients are sent early or not.
     All are without the waits for weights, and for saved tensors where the plan decides how many move.
     late_s: the seconds for which the device waited for the host in the last forward: by which that lasted longer than
@@ -39,7 +40,7 @@ class Pace:
 
     def __init__(self, *, queues: bool = True) -> None:
         """queues: whether the device queues work, so that it may wait for the host."""
-        self.forward, self.backward, self.rest = _Typical(), _Typical(), _Typical()
+        self.forward, self.backward, self.rest, self.ahead = (_Typical() for _ in range(4))
         self.late_s = 0.0
         self._queues = queues
         self._last: _Forward | None = None
@@ -63,13 +64,24 @@ class Pace:
             stretch = _Stretch(iteration.forward, iteration.backward, waits)
             self._add(lambda seconds: self._forward_lasted(_Forward(seconds, clean)), stretch)
 
-    def step(self, iteration: Iteration, *, early: bool | None, stalls: Sequence[tuple[Mark, Mark]] = ()) -> None:
+    def step(
+        self,
+        iteration: Iteration,
+        *,
+        early: bool | None,
+        stalls: Sequence[tuple[Mark, Mark]] = (),
+        issued: float | None = None,
+    ) -> None:
         """Add the backward that ended with the call of step().
 
+        issued: when the host began to issue the step, by time.perf_counter; None: backward has issued it.
         early: whether gradients that were sent early are still valid; None: the plan sends none.
         stalls: waits for saved tensors since backward began.
         """
         self._steps += 1
+        if self._queues and issued is not None and iteration.step is not None:
+            ahead = _Stretch(_Moment(issued), iteration.step, ())
+            self._add(lambda seconds: self.ahead.add(seconds, self.rest.seconds / 2), ahead)
         if early is not None and iteration.step is not None:
             departure = iteration.first_departure
             first = departure if early and departure is not None else iteration.step
@@ -130,6 +142,15 @@ class Pace:
         self.late_s = max(0.0, forward.seconds - self.forward.seconds)
 
 
+class _Moment(NamedTuple):
+    """A mark at a time of the host."""
+
+    seconds: float
+
+    def at(self) -> float:
+        return self.seconds
+
+
 class _Forward(NamedTuple):
     """A forward. clean: with nothing beside it."""
 
@@ -175,11 +196,12 @@ class _Typical:
         """Whether any was added."""
         return bool(self._recent)
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, beside: float = 0.0) -> None:
+        """Add a duration. beside: a longer one, against which differences count, if not against its own."""
         begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
         self._recent.append(seconds)
         quartile = sorted(self._recent)[len(self._recent) // 4]
-        if begins or abs(quartile - self.seconds) > self.TOLERANCE * self.seconds:
+        if begins or abs(quartile - self.seconds) > self.TOLERANCE * (beside or self.seconds):
             self.seconds = quartile
 
     def restart(self, seconds: float) -> None:

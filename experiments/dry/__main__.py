@@ -32,7 +32,7 @@ HERE = Path(__file__).parents[2]
 COLUMNS = (
     *("machine", "setting", "attached", "updates", "iteration_ms", "floor_ms", "physical_ms", "measured_ms"),
     *("host_backward_ms", "device_backward_ms", "step_before_issue_ms", "lane_gap_ms", "noise_ms", "plan"),
-    "believed_forward_ms",
+    *("believed_forward_ms", "predicted_ms"),
 )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.dry.machines import SETTINGS, Costs, Setting, machine
+from experiments.dry.machines import SETTINGS, Costs, Machine, Setting, machine
 
 SUBGROUPS = 50
 PROGRAM = """import sys
@@ -153,7 +153,7 @@ class _Trained:
         if profiler is not None:
             profiler.disable()
             profiler.dump_stats(str(self.row.trace))
-        self._beliefs[setting] = _beliefs(self.optimizer)
+        self._beliefs[setting] = _beliefs(self.optimizer, self.machine)
 
     def figures(self, setting: Setting) -> dict[str, Any]:
         """The figures of all turns of a setting: medians of the medians of its turns."""
@@ -225,11 +225,18 @@ def _queued_s() -> float:
     return sum(int(task.read_text().split()[1]) for task in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
-def _beliefs(optimizer: Any) -> dict[str, Any]:
-    """The plan, and the forward in which the planner believes."""
+def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
+    """The plan, the forward in which the planner believes, and the iteration that it predicts."""
+    from perfmodel.simulate import Scope, exposed
+
     counts = Counter(placement.name.lower().removeprefix("gpu_") for placement in optimizer.plan().placements)
     text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    return {"plan": text, "believed_forward_ms": _ms(optimizer._session.on_device.decisions.pace.forward.seconds)}
+    decisions = optimizer._session.on_device.decisions
+    report, forward_s = decisions.ended, decisions.pace.forward.seconds
+    scope = Scope.beside(report.workload)
+    predicted_s = exposed(report.plan, report.workload, decisions.profile or of.profile, scope)
+    predicted_s += scope.compute_s(report.workload) + (0.0 if report.workload.forward_s else forward_s)
+    return {"plan": text, "believed_forward_ms": _ms(forward_s), "predicted_ms": _ms(predicted_s)}
 
 
 def _ms(seconds: float | None) -> float | None:

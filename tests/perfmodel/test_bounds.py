@@ -113,6 +113,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
         update_free_bytes=slots * 12 * max(sizes),
         backward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
         forward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
+        ahead_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
     )
     load = dataclasses.replace(load, activations=activations)
     held = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from perfmodel import Placement, Plan
 from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
+from perfmodel.format import CODED, MIXED, SPLIT
 from perfmodel.hardware import HardwareProfile, builtin_profiles
 from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
 from perfmodel.simulate import Scope, Simulator, exposed, makespan
@@ -21,6 +23,8 @@ from tests.support.machines import machine, with_disk, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 MACHINES = builtin_profiles()
+RESULTS = Path(__file__).parents[2] / "experiments" / "results"
+MEASURED = [HardwareProfile.load(path) for path in sorted(RESULTS.glob("*/profile.json"))]
 
 
 def letters(placements: tuple[Placement, ...]) -> str:
@@ -159,6 +163,30 @@ def test_adaptive_is_within_a_hundredth_of_every_other_policy(
     if name == "slots of their own" and load.backward_s:
         # Without it, gradients that take turns with flushes starve the CPU: the bound does not know.
         assert exposed(plan, load, profile, scope) <= 1.05 * lower_bound(load, profile, scope).seconds
+
+
+@st.composite
+def on_measured_machines(draw: st.DrawFn) -> tuple[Workload, HardwareProfile]:
+    """Memory that slots share with residents, attached or not, and the host ahead of the device or not."""
+    profile, state = draw(st.sampled_from(MEASURED)), draw(st.sampled_from([MIXED, SPLIT, CODED]))
+    n, numel = draw(st.sampled_from([20, 50, 80])), draw(st.sampled_from([3e8, 1.2e9, 7e9]))
+    load = Workload.of_sizes([int(numel / n)] * n, state)
+    free = draw(st.sampled_from([0.0, 0.04, 0.1, 0.25, 0.5, 0.9])) * load.state_bytes
+    backward_s = draw(st.sampled_from([0.0, 0.05, 0.13, 0.5]))
+    forward_s = draw(st.sampled_from([0.0, 0.35])) * backward_s
+    ahead_s = draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])) * backward_s
+    memory = {"peak_free_bytes": free, "shared_free_bytes": free, "update_free_bytes": free}
+    times = {"backward_s": backward_s, "forward_s": forward_s, "ahead_s": ahead_s}
+    return dataclasses.replace(load, **memory, **times), profile
+
+
+@given(on_measured_machines())
+@settings(max_examples=25, derandomize=True)
+def test_on_measured_machines_adaptive_is_never_behind_a_fixed_policy(case: tuple[Workload, HardwareProfile]) -> None:
+    load, profile = case
+    scope = Scope.beside(load)
+    best = min(makespan(plan, load, profile, scope) for plan in fixed_plans(load))
+    assert makespan(adaptive(load, profile), load, profile, scope) <= 1.02 * best
 
 
 def test_operations_without_size_can_be_planned() -> None:

@@ -79,6 +79,15 @@ def test_the_cpu_takes_the_first_of_the_plan_whose_gradient_has_arrived(copies_s
     assert end[6:] == pytest.approx([each + 1 for each in ends])
 
 
+@pytest.mark.parametrize(("ahead_s", "starts"), [(0.0, [52, 40, 64]), (15.0, [42, 54, 30]), (99.0, [46, 34, 22])])
+def test_the_cpu_begins_once_step_is_called_with_what_has_arrived(ahead_s: float, starts: list[int]) -> None:
+    """Backward ends one subgroup every 10 s, the last one's first; copies take 2 s, an update 12 s."""
+    load = work(4, backward_s=40.0, forward_s=20.0, ahead_s=ahead_s)
+    timeline = simulate(Plan((C, C, C, R), (0, 1, 2, 3), 0), load, machine(d2h_bandwidth=12.0), WHOLE)
+    spans_of = {span.subgroup: span.start for span in timeline.on(Lane.CPU)}
+    assert [spans_of[i] for i in range(3)] == pytest.approx(starts)
+
+
 def test_no_tasks_take_no_time() -> None:
     assert serve(Schedule([]), work(1), machine()) == Timeline(())
 

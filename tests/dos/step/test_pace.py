@@ -104,3 +104,19 @@ def test_no_forward_is_asked_for_where_the_device_queues_nothing() -> None:
     for _ in range(100):
         assert not emulated.wants_clean()
         iterate(emulated, 1.0)
+
+
+def test_the_host_is_ahead_from_the_step_s_issue_to_the_end_of_backward() -> None:
+    def ahead(queues: bool, *issued: float) -> float:
+        pace = Pace(queues=queues)
+        for seconds in issued:
+            iteration = Iteration(Copying())
+            iteration.backward, iteration.step = At(1.0), At(9.0)
+            pace.step(iteration, early=None, issued=seconds)
+        return pace.ahead.seconds
+
+    assert ahead(True, *[6.0] * 5) == 3.0
+    assert ahead(True, *[6.0] * 5, *[5.5] * 5) == 3.0, "differences count against backward, and change no plan"
+    assert ahead(True, *[6.0] * 5, *[3.0] * 5) == 6.0
+    assert ahead(True, *[10.0] * 5) == 0.0, "the device waited for the host"
+    assert ahead(False, *[6.0] * 5) == 0.0, "a device that queues nothing ends with the host"
