@@ -23,7 +23,7 @@ def backward_pieces(
     workload: Workload,
     offloaded: int = 0,
     weights: WeightFetches | None = None,
-    parts: Collection[int] | None = None,
+    parts: Collection[int | None] | None = None,
 ) -> dict[int, int]:
     """Add backward, last subgroup first, a piece for each in proportion to its size. Return these by subgroup.
 
