@@ -70,11 +70,12 @@ def issued_after(workload: Workload) -> int | None:
 def memory_freed(plan: Plan, workload: Workload, slots: int) -> tuple[int, ...]:
     """By slot, the number of pieces of backward, one a subgroup, whose end frees memory for it; 0: it is free before.
 
-    Free memory grows evenly during backward, from the bytes beside resident state at the peak to update_free_bytes.
+    Free memory grows evenly during backward, from the bytes beside resident state at the peak to those while updating.
     """
     held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + workload.weight_bytes(plan.blocks_on_device)
     spare, pieces = workload.peak_free(plan.activation_bytes) - held, len(workload.backward_runs)
-    gained, found = workload.update_free_bytes - spare, list[int]()
+    update = min(workload.update_free_bytes, workload.shared_free(plan.activation_bytes) - held)
+    gained, found = update - spare, list[int]()
     for slot in range(slots):
         missing = workload.staging_bytes(slot + 1) - spare
         freed = min(1.0, missing / gained) if gained > 0 else 1.0

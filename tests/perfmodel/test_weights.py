@@ -135,6 +135,14 @@ def test_a_frozen_block_that_backward_does_not_reach_is_fetched_for_the_next_for
     assert [task.size for task in made.tasks if task.op is Op.WEIGHTS] == [50]
 
 
+def test_backward_frees_no_more_memory_for_slots_than_state_shares_while_updating() -> None:
+    load = dataclasses.replace(work(4), backward_s=4.0, peak_free_bytes=0.0)
+    plan = Plan((S,) * 4, (0, 1, 2, 3), 2)
+    assert memory_freed(plan, load, 2) == (1, 1), "of four pieces; more is free than slots need"
+    scarce = dataclasses.replace(load, shared_free_bytes=2.0 * load.slot_bytes)
+    assert memory_freed(plan, scarce, 2) == (2, 4)
+
+
 def test_backward_frees_memory_for_slots_where_blocks_are_frozen() -> None:
     """For the first of two as the first piece of backward ends, which is a frozen block's; the second half way.
 

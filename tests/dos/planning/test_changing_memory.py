@@ -63,8 +63,8 @@ def trained(setting: Setting, iterations: int) -> list[float]:
     neighbour = Script(setting.neighbour, lambda: position.iteration)
     device = dataclasses.replace(rank, profile=FAST).device(lambda: position.position, neighbour)
     size = rank.loads.subgroups[0].numel
-    format_ = {"state_format": "float32"}  # as in the published rank, whose memory is scaled down
-    optimizer = DOSAdam(model.parameters(), profile=rank.profile, subgroup_size=size, device=device, **format_)
+    options = {"offload_gradients": setting.offloads, "state_format": "float32"}  # as in MemoryRun
+    optimizer = DOSAdam(model.parameters(), profile=rank.profile, subgroup_size=size, device=device, **options)
     position.follow(optimizer)
     steps, tokens = ended_steps(optimizer), torch.zeros(1, CONFIG.context, dtype=torch.int64)
     for _ in range(iterations):

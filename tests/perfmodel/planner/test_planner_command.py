@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.machine import ALIASES, CARDS, GPUS, LINKS
 from perfmodel.planner.main import main
@@ -364,3 +365,23 @@ def test_the_command_needs_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert re.match(r"Fastest with AdamW's results: [^\n]* [\d,]+ tokens/s", done.stdout)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--params 1.5e9 --gpu 16GB --host 64GB",
+        "--params 8e9 --machine h100-80",
+        "--params 3e9 --machine rtx-4090",
+        "--params 3e9 --machine rtx-4090 --state-format int8",
+    ],
+)
+def test_adaptive_is_ahead_and_no_update_is_shorter_than_the_bound_with_offloaded_gradients(line: str) -> None:
+    question, _ = asked(*f"{line} --checkpointing --offload-gradients --fused-loss".split())
+    situation = Situation(question)
+    fitting = [each for each in outcomes(situation) if each.fits]
+    *others, adaptive = fitting
+    assert adaptive.policy == "adaptive"
+    assert adaptive.seconds <= min(each.seconds for each in others)
+    bound_s = lower_bound(situation.update_workload, situation.profile).seconds
+    assert bound_s <= (1 + 1e-6) * min(each.update_s for each in fitting)
