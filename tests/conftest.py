@@ -27,8 +27,10 @@ settings.load_profile("tests")
 LONGEST = (
     "test_simdev.py",
     "test_ddp.py",
+    "test_same_bits.py",
     "test_stateful.py",
-    "test_interrupts.py",
+    "test_homes.py",
+    "test_changing_memory.py",
     "test_full_finetune_example.py",
     "test_package.py",
 )
