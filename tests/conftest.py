@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile` each file stays with one worker, and so do all files that need ranks, started once."""
+    """With `--dist loadfile` each file stays with one worker, and so do all that need ranks or forks, started once."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -76,20 +76,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ranks" if needs_ranks(config.rootpath / file) else file
+            return "processes" if needs_processes(config.rootpath / file) else file
 
     return Scheduling(config, log)
 
 
 @functools.cache
-def needs_ranks(file: Path) -> bool:
-    return re.search(r": Ranks|@on_(pair|ranks)", file.read_text()) is not None
+def needs_processes(file: Path) -> bool:
+    """Whether its tests need ranks, or programs in forks of an interpreter that has imported torch, which takes 4 s."""
+    wanted = r": Ranks|@on_(pair|ranks)|from tests.support.processes import (run_)?python"
+    return re.search(wanted, file.read_text()) is not None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Ranks end where no file that needs them follows: waiting, they took a sixth of all the processor's time."""
-    if nextitem is None or not needs_ranks(nextitem.path):
+    if nextitem is None or not needs_processes(nextitem.path):
         for started in list(Ranks.started):
             started.stop()
 

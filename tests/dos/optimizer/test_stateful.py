@@ -36,7 +36,7 @@ from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits
 
 ULPS = 64
-SEQUENCES = int(os.environ.get("DOS_CALLS", "32"))
+SEQUENCES = int(os.environ.get("DOS_CALLS", "24"))
 """How many random sequences of calls, for each kind of gradients; a quarter as many with state on disk."""
 
 ALL_WATCHED = bool(os.environ.get("DOS_RACES"))

@@ -18,7 +18,7 @@ from tests.support.programs import PROGRAMS, STEPS, Program, Training, expected,
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-FAULTS = int(os.environ.get("DOS_FAULTS", "80"))
+FAULTS = int(os.environ.get("DOS_FAULTS", "56"))
 """How many, over all programs."""
 
 

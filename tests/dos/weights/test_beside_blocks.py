@@ -96,13 +96,17 @@ def end(way: Callable[[Any, int], None], weights: Any, again: Any, dtype: torch.
         ),
     ],
 )
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_weight_beside_its_block_has_the_gradient_of_one_that_stays(
-    way: Callable[[Any, int], None], dtype: torch.dtype, state_format: str | None
+    way: Callable[[Any, int], None], dtype: torch.dtype, state_format: str | None, turn: int
 ) -> None:
+    """turn: how many blocks stay at first, and once attached again."""
     options = {"dtype": dtype, "state_format": state_format}
     expected = end(way, None, None, **options)
-    for weights, again in ((0, 2), ("auto", "auto"), (2, 1.0), (1.0, 0)):
+    streams, stays = ((0, 2), ("auto", "auto")), ((2, 1.0), (1.0, 0))
+    number = (turn + (dtype is torch.bfloat16)) % 2
+    for weights, again in (streams[number], stays[number]):
         assert end(way, weights, again, **options) == expected, (weights, again)
 
 
