@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import pytest
 
 from experiments.dry import __main__ as dry
-from experiments.dry.machines import SETTINGS, Asked, machine
+from experiments.dry.machines import BACKWARD_S, BLOCKS, FORWARD_S, SETTINGS, Asked, Machine, Setting, machine
 from experiments.simdev.build import UnavailableError, arithmetic, library
+from perfmodel import Op, Workload
+from perfmodel.adaptive import adaptive
+from perfmodel.format import Format
+from perfmodel.lanes import Stream
+from perfmodel.simulate import Scope, Simulator
+from perfmodel.tasks import Schedule
 from tests.support.figures import read_figures
 
 TO_DEVICE, TO_HOST = 0, 1
@@ -174,3 +181,69 @@ def test_adaptive_is_compared_with_fixed_policies_that_need_no_more_memory() -> 
     assert (tenth.measured, tenth.note) == (104 / 101, "tenth, stride:2")
     assert tenth.missed
     assert not half.missed
+
+
+LOOK_S = 5e-5
+"""Between two looks whether the CPU may begin its next update."""
+
+
+def played_s(made: Schedule, work: Workload, of: Machine, state: Format) -> float:
+    """Seconds of a schedule on a dry accelerator whose host takes no time, and has the CPU lane's rule."""
+    device, now, moments = Asked(of.figures), 0.0, dict[int, int]()
+    waiting, turns, running = dict(enumerate(made.tasks)), list[int](), -1
+    each_s, rate = work.seconds_by_size, of.cpu_rate(state, of.profile.cpu_threads)
+    traffic = state.update_traffic * of.profile.cpu_traffic_factor
+
+    def queue() -> None:
+        """Queue all that waits for nothing which the CPU has not begun."""
+        held = set[Stream]()
+        for number, task in list(waiting.items()):
+            stream = task.stream
+            if not moments.keys() >= {*task.after} or stream in held:
+                held |= {stream} - {Stream.CPU, Stream.PARAMETER}  # others are in order
+                continue
+            del waiting[number]
+            if stream is Stream.CPU:
+                turns.append(number)
+                continue
+            for other in task.after:
+                device.wait(stream, moments[other])
+            if stream is Stream.COMPUTE:
+                device.compute(stream, each_s[task.op is Op.FORWARD] * task.size)
+            elif stream is Stream.GPU:
+                device.compute(stream, task.size / of.gpu_rate(state))
+            else:
+                device.copy(stream, int(stream in (Stream.GRADIENT, Stream.FLUSH)), task.size)
+            moments[number] = device.mark(stream)
+
+    queue()
+    while waiting or turns:
+        now += LOOK_S
+        device.advance(now)
+        if running >= 0 and device.at(running) > now:
+            continue
+        ready = (n for n in sorted(turns) if all(device.at(moments[other]) <= now for other in made.tasks[n].after))
+        if (number := next(ready, -1)) >= 0:
+            turns.remove(number)
+            running = moments[number] = device.update(made.tasks[number].size, rate, traffic)
+            queue()
+    device.advance(1e3)
+    return max(map(device.at, moments.values()))
+
+
+@pytest.mark.parametrize(("attached", "ahead_s"), [(True, 0.04), (False, 0.0)])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("name", ["h200", "h100"])
+def test_a_prediction_is_what_the_dry_accelerator_takes_if_the_host_takes_no_time(
+    name: str, setting: Setting, attached: bool, ahead_s: float
+) -> None:
+    of, n = machine(name), 50
+    times = {"forward_s": BLOCKS * FORWARD_S * attached, "backward_s": BLOCKS * BACKWARD_S, "ahead_s": ahead_s}
+    work = Workload.of_sizes([PARAMETERS // n] * n, setting.format, **times)
+    free = (setting.share or 0.0) * work.state_bytes
+    work = dataclasses.replace(work, peak_free_bytes=free, shared_free_bytes=free, update_free_bytes=free)
+    simulator = Simulator(work, of.profile, Scope.beside(work))
+    plan = adaptive(work, of.profile)
+    assert simulator.makespan(plan) == pytest.approx(
+        played_s(simulator.schedule(plan), work, of, setting.format), rel=0.03
+    )
