@@ -288,10 +288,10 @@ class Backward:
     def record_call(self, subjects: Sequence[Subject], updates: Mapping[Subgroup, SubgroupUpdate]) -> None:
         """Mark the call of `step()` in the caller's work, for the iteration and the pace."""
         self._record_call()
-        self._departed = any(subject.departed for subject in subjects)
+        self._departed = bool([subject for subject in subjects if subject.departed])
         # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
         # and the share of the host that updates of parameters there take is not measured.
-        self.now.alone = not self.now.moves and all(subgroup.arena.accelerated for subgroup in updates)
+        self.now.alone = not self.now.moves and not [each for each in updates if not each.arena.accelerated]
 
     def end_updates(self, plan: Plan) -> None:
         """Mark the call of a `step()` whose updates backward has issued, by this plan."""

@@ -16,6 +16,7 @@ from concurrent.futures.thread import (
     ThreadPoolExecutor,  # registers its exit handler before ours, so it runs after ours
 )
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -269,9 +270,8 @@ def all_working() -> list[Any]:
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
-_ended = threading.Event()
-main_thread_ended: Callable[[], bool] = _ended.is_set
-"""Returns whether the main thread has ended. Executors start no more work then; other threads may run on."""
+main_thread = SimpleNamespace(ended=False)
+"""ended: whether the main thread has ended. Executors start no more work then; other threads may run on."""
 
 
 def on_own_thread() -> bool:
@@ -284,7 +284,7 @@ def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
 
     Then their earlier work has ended, and the work's exception is raised here; else the future has it.
     """
-    if not main_thread_ended():
+    if not main_thread.ended:
         return thread.submit(work)
     done: Future[_T] = Future()
     done.set_result(work())
@@ -293,7 +293,7 @@ def submit(thread: ThreadPoolExecutor, work: Callable[[], _T]) -> Future[_T]:
 
 def _finish_all() -> None:
     # First, because hooks on other threads read it: they submit nothing behind the work that is waited for below.
-    _ended.set()
+    main_thread.ended = True
     # The interpreter unmaps memory after this, to which copies and updates in flight would still write.
     for each in all_working():
         each.finish()

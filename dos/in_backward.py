@@ -20,7 +20,7 @@ from dos.options import Options
 from dos.parameters.admission import Group
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
-from dos.parameters.watching import hooks_of_others
+from dos.parameters.watching import first_hooked
 from dos.rules.base import Rule
 from dos.sharding.ddp import reduced_parameters, several_ranks
 from dos.sharding.local import is_sharded
@@ -28,7 +28,7 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.ledger import Ledger
 from dos.step.parts import Parts
-from dos.step.work import Input, Placed, SubgroupUpdate, prepare_updates
+from dos.step.work import Input, Placed, SubgroupUpdate, new_input, prepare_updates
 from dos.torch_internals.modes import in_backward
 from dos.torch_internals.module_parameters import parameters_of
 from dos.torch_internals.patches import replace_run_backward
@@ -161,6 +161,7 @@ class InBackward:
     to, edited, new, of another dtype) is not ready: `step()` updates what is left, as without this.
 
     members: the ids of the attached model's parameters; no others are updated in backward.
+    run: the backward that runs; None: none, or several at once, of which no gradient can be told apart.
     held: how many `no_update()` surround the caller.
     unended: whether a backward that is a step has ended, and `step()` was not called since.
     complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
@@ -171,6 +172,7 @@ class InBackward:
         self, registry: Registry, ledger: Ledger, reconciler: Reconciler, guard: Guard, rule: Rule, members: set[int]
     ) -> None:
         self.members = members
+        self.run: Run | None = None
         self.held = 0
         self.unended = False
         self.complete: list[tuple[ParameterRecord, Group]] = []
@@ -208,6 +210,7 @@ class InBackward:
         for other in self._runs:
             other.alone = False
         self._runs.append(run)
+        self._count_runs()
 
     def issue_rest(self) -> None:
         """Issue the updates that wait for others; after this backward none comes until `step()`."""
@@ -219,6 +222,7 @@ class InBackward:
     def end(self, run: Run, parameters: Iterable[Tensor]) -> None:
         """End a backward. parameters: of the optimizer. Its gradients that wait for `step()` leave `p.grad`."""
         self._runs.remove(run)
+        self._count_runs()
         if not run.began or not run.updates:
             return
         self.unended = True
@@ -233,6 +237,7 @@ class InBackward:
         """End a backward that has raised, even as it began. If it has updated anything, the optimizer is broken."""
         if run in self._runs:
             self._runs.remove(run)
+            self._count_runs()
         if run.issued:
             failure = self._guard.failure(error)
             self._ledger.abandon(error if isinstance(error, Exception) else failure)
@@ -244,10 +249,8 @@ class InBackward:
         """Whether a backward runs, or an iteration has to be ended."""
         return bool(self._runs) or self.unended
 
-    @property
-    def run(self) -> Run | None:
-        """The backward that runs; None: none, or several at once, of which no gradient can be told apart."""
-        return self._runs[0] if len(self._runs) == 1 else None
+    def _count_runs(self) -> None:
+        self.run = self._runs[0] if len(self._runs) == 1 else None
 
     def reads(self) -> bool:
         """Return whether a backward reads what this thread reads; another thread's forward is none of its."""
@@ -309,7 +312,7 @@ class InBackward:
         if several_ranks():
             return _RANKS.format("a job of several ranks")
         among = (leaf,) if run is None else parameters
-        hooked = next((p for p in among if id(p) in self.members and hooks_of_others(p)), None)
+        hooked = first_hooked([p for p in among if id(p) in self.members])
         return None if hooked is None else _HOOK.format(tuple(hooked.shape))
 
     def remember_settings(self, groups: Sequence[Group]) -> None:
@@ -325,10 +328,12 @@ class InBackward:
         self._given = [None] * registry.numbered
         extra = [frozenset(self._rule.extra(group)) for group in groups]
         self._groups = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}
-        for subgroups in (registry.on_host, registry.accelerated):
-            for subgroup in subgroups:
-                self._awaited[subgroup] = sum(id(piece.record.parameter) in times for piece in subgroup.pieces)
-                self._callers[subgroup] = set()
+        self._awaited = dict.fromkeys((*registry.on_host, *registry.accelerated), 0)
+        self._callers = {subgroup: set() for subgroup in self._awaited}
+        for key in times:
+            record = registry.records.get(key)
+            for subgroup, _ in () if record is None else registry.places[record]:
+                self._awaited[subgroup] += 1
 
     @property
     def plan(self) -> Plan | None:
@@ -376,7 +381,7 @@ class InBackward:
         key: the id of the parameter.
         """
         group, extra = self._groups.get(key, _OF_NO_GROUP)
-        gradient = record.gradient
+        gradient = record.gradient if record.wrapped else record.leaf.grad
         if group is None or gradient is None:
             return None
         if record.numel and not record.settled(gradient):
@@ -395,7 +400,7 @@ class InBackward:
             if setting == len(self._settings):
                 self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
         own = record.arena.whole_masters and record.master_written
-        return Input(gradient, gradient.data_ptr(), setting, False, master_written=own)
+        return new_input((gradient, gradient.data_ptr(), setting, False, False, own))
 
     @torch.no_grad()
     def _update(self, run: Run, subgroup: Subgroup) -> None:
@@ -405,7 +410,7 @@ class InBackward:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
-        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False)
+        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False, written=False)
         with self._guard.change():
             run.issued = True
             records = [piece.record for piece in update.pieces]
@@ -489,7 +494,7 @@ def check_updates(model: nn.Module, options: Options, *, weights: bool) -> None:
         problem = "DistributedDataParallel reduces gradients after backward's hooks"
     if problem is None and (several_ranks() or any(map(is_sharded, parameters))):
         problem = "parameters that are divided over ranks, or gradients that ranks reduce, are updated in step()"
-    hooked = next(filter(hooks_of_others, parameters), None)
+    hooked = first_hooked(parameters)
     if problem is None and hooked is not None:
         raise ValueError(_HOOK.format(tuple(hooked.shape)))
     if problem is not None:

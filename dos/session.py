@@ -24,7 +24,7 @@ from dos.gradients.clipping import Clipping
 from dos.gradients.editing import Edit, Editing
 from dos.gradients.late_edits import EDITED, LateEdits
 from dos.gradients.scaling import amp_scale
-from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread_ended, warn
+from dos.guard import ANY, UNBROKEN, Guard, Phase, entry, main_thread, warn
 from dos.in_backward import (
     CLOSURE,
     STATE_READ,
@@ -135,9 +135,9 @@ class Session:
         return None if self.on_device is None else self.on_device.decisions
 
     @property
-    def parameters(self) -> Iterator[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """The parameters of all groups."""
-        return (p for group in self.groups for p in members(group["params"]))
+        return [p for group in self.groups for p in members(group["params"])]
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
@@ -188,7 +188,7 @@ class Session:
         if mode is not None:
             mode.check_step(self.groups, scaled=found_inf is not None or grad_scale is not None)
             mode.restore()
-            whole = bool(mode.issued) and all(p.grad is None for p in self.parameters)
+            whole = bool(mode.issued) and not [p for p in self.parameters if p.grad is not None]
         if not whole:
             # First, because the host may still update from the memory to which this step sends its gradients.
             self._end_last_step()
@@ -259,7 +259,7 @@ class Session:
         active = self._active()
         if self.attachment is not None and len(active.members) != self._active_before:
             self._look_for_replaced_modules(self.attachment, active)
-        if self.on_device is not None and main_thread_ended():
+        if self.on_device is not None and main_thread.ended:
             raise RuntimeError(
                 "the main thread has ended, after which Python starts no more work in the background, such as this "
                 "step's; let the main thread join() the one that trains"
@@ -338,7 +338,7 @@ class Session:
         # Once each: experts of a mixture often get none.
         self._looked_for.update(map(id, missing))
         if missing and model is not None and not attachment.gathers:
-            warn_of_successors(model, [*self.parameters], find_gone(model, missing, anywhere=False))
+            warn_of_successors(model, self.parameters, find_gone(model, missing, anywhere=False))
 
     def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
         """Move blocks to the device or home as the plan says; return False if some have to wait."""
@@ -725,7 +725,7 @@ class Session:
         # Gradients are copied to memory from which the host may still update for the last step.
         if self.ledger.running:
             self._end_last_step()
-        if (guard.phase is not Phase.BACKWARD and guard.broken) or guard.lost or main_thread_ended():
+        if (guard.phase is not Phase.BACKWARD and guard.broken) or guard.lost or main_thread.ended:
             return  # the step raises the error
         guard.phase = Phase.BACKWARD
         if self.on_device is None and self.registry.devices.holds(parameter):
@@ -803,7 +803,8 @@ class Session:
     def _gradient_in_backward(self, parameter: Tensor) -> None:
         """Use a gradient that backward has just written, if its parameter is the attached model's."""
         mode, guard = self.in_backward, self.guard
-        if mode is None or guard.broken or main_thread_ended():
+        usual = guard.phase is Phase.BACKWARD and not guard.lost
+        if mode is None or main_thread.ended or (not usual and guard.broken):
             return  # the step raises the error
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
@@ -1024,7 +1025,7 @@ class Session:
     def clip(self, max_norm: float) -> Tensor:
         """Clip the global 2-norm of all gradients in the next step; return the norm before."""
         self._offload_the_rest()
-        return self.clipping.clip([*self.parameters], max_norm)
+        return self.clipping.clip(self.parameters, max_norm)
 
     @torch.no_grad()
     @entry(*ANY)
@@ -1104,7 +1105,7 @@ class Session:
         self._attach_device()
         self._active_before, self._looked_for = -1, set()
         if not self.attachment.gathers:
-            own = [*self.parameters]
+            own = self.parameters
             gone = find_gone(model, own, anywhere=True)
             if warn_of_successors(model, own, gone):
                 self._looked_for.update(map(id, gone))  # once
@@ -1233,7 +1234,7 @@ class Session:
         self.check_state_whole()
         gone = self.reconciler.lacking_fields(groups)
         if gone:
-            self._settle_state([*self.parameters])
+            self._settle_state(self.parameters)
             lies_in_state = overlap_with(self.registry.state_memory())
             for p in self.parameters:  # the loaded tensors may lie in the arenas that are released below
                 copy_live(state.get(p, {}), {}, lies_in_state)

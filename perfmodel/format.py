@@ -48,7 +48,7 @@ class Field:
     key: str | None
     block: int = 1
 
-    @property
+    @cached_property
     def nbytes(self) -> float:
         """Bytes per parameter."""
         return BYTES[self.type] / self.block
@@ -78,12 +78,12 @@ class Format:
         """The names of the fields."""
         return frozenset(field.name for field in self.fields)
 
-    @property
+    @cached_property
     def master(self) -> Field | None:
         """The field of the masters; None where updates read and write the parameters."""
         return next((field for field in self.fields if field.name == MASTER), None)
 
-    @property
+    @cached_property
     def has_masters(self) -> bool:
         """Whether state has masters or parts of them, which have to follow the parameters."""
         return not self.names.isdisjoint((MASTER, REST))
@@ -93,17 +93,17 @@ class Format:
         """Parameters that share an element of a field; tensors with such state have a multiple of it."""
         return max(field.block for field in self.fields)
 
-    @property
+    @cached_property
     def state_bytes(self) -> float:
         """Bytes of all fields: at home, on the link each way, and on the device."""
         return sum(field.nbytes for field in self.fields)
 
-    @property
+    @cached_property
     def value_bytes(self) -> int:
         """Bytes of a parameter, and of its gradient, which has the same type."""
         return BYTES[self.values]
 
-    @property
+    @cached_property
     def read_bytes(self) -> int:
         """Bytes of the parameter, where an update reads it because it is its master, or half of that.
 
@@ -116,7 +116,7 @@ class Format:
         """Bytes that an update needs in host memory: state, gradient and parameter."""
         return self.state_bytes + 2 * self.value_bytes
 
-    @property
+    @cached_property
     def update_traffic(self) -> float:
         """Host memory traffic of an update there."""
         return update_traffic(self.value_bytes, self.value_bytes, self.state_bytes, self.read_bytes)

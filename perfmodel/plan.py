@@ -92,7 +92,7 @@ class Plan:
 
     def served(self, placement: Placement) -> tuple[int, ...]:
         """Indices of the subgroups with this placement, in service order."""
-        return tuple(i for i in self.order if self.placements[i] is placement)
+        return tuple([i for i in self.order if self.placements[i] is placement])
 
     def stays(self, subgroup: int) -> Tier:
         """The tier where the subgroup's state rests after the iteration."""

@@ -106,12 +106,16 @@ def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     State that is on the device is updated there, whether the plan lets it stay or not.
     """
 
-    def passes(i: int) -> bool:
-        if found[i].state is DEVICE or plan.placements[i] is RESIDENT:
-            return found[i].gradient is HOST
-        return plan.placements[i] is not CPU and found[i].gradient is not None
-
-    return [i for i in plan.order if passes(i)]
+    passing = []
+    for i in plan.order:  # without a call for each: a step's first work waits
+        each, placement = found[i], plan.placements[i]
+        if each.state is DEVICE or placement is RESIDENT:
+            passes = each.gradient is HOST
+        else:
+            passes = placement is not CPU and each.gradient is not None
+        if passes:
+            passing.append(i)
+    return passing
 
 
 def windowed(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:

@@ -26,6 +26,7 @@ from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_cores
 from dos.torch_internals.operators import queue_empty_kernel
+from dos.torch_internals.streams import stream_number
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 
@@ -59,6 +60,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device(TYPE, torch.cuda.current_device() if device.index is None else device.index)
         self._streams, self._idle_stream = _streams_of(self.torch_device)
+        self._callers: dict[int, torch.cuda.Stream] = {}
+        """The caller's streams by number."""
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
         self._leftovers = _leftovers_of(self.torch_device)
         self._clock = self._start_clock()
@@ -159,7 +162,7 @@ class CudaDevice:
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         if self._inherited:
             return  # no work of this process uses it, and releasing it would record an event
-        buffer.record_stream(self._streams[op] if op is not None else torch.cuda.current_stream(self.torch_device))
+        buffer.record_stream(self._streams[op] if op is not None else self._current_stream())
 
     def count(self, tensor: Tensor) -> None:
         pass  # the allocator counts it
@@ -207,10 +210,17 @@ class CudaDevice:
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
         # Work that the caller queues next reads memory that `job` writes.
-        torch.cuda.current_stream(self.torch_device).wait_event(job.end)
+        self._current_stream().wait_event(job.end)
 
     def caller(self) -> Caller:
-        return torch.cuda.current_stream(self.torch_device)
+        return self._current_stream()
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        number = stream_number(self.torch_device.index)
+        found = self._callers.get(number)
+        if found is None:
+            found = self._callers[number] = torch.cuda.current_stream(self.torch_device)
+        return found
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         return [self._mark(stream) for stream in callers or (self.caller(),)]
@@ -333,7 +343,7 @@ class CudaDevice:
         with (
             named(LANE_OF[op], op, subgroup),
             self.current(),
-            torch.cuda.stream(stream),
+            _On(stream, self._current_stream()),
             torch.no_grad(),
         ):
             self._leftovers.release()
@@ -355,6 +365,24 @@ class CudaDevice:
             # No optimizer waits for this copy at the interpreter's exit, which unmaps the memory.
             self._leftovers.add(end, ours)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
+
+
+class _On:
+    """A context in which `stream` is the thread's current one, and afterwards `before`, of the same device.
+
+    As `torch.cuda.stream`, which looks both up through twenty functions. That device must be the thread's current one.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)
 
 
 @cache

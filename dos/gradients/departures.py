@@ -221,7 +221,13 @@ class Departures:
             if seen.written is not written:
                 continue
             untouched = checked.get(seen)
-            if untouched or (untouched is None and self._is_untouched(piece.record, seen)):
+            if untouched is None:
+                gradient = piece.record.parameter.grad
+                if written.gradient is not None and gradient is not None:  # as `_is_untouched`, in one call
+                    untouched = checked[seen] = written.unchanged(gradient, self._writes)
+                else:
+                    untouched = self._is_untouched(piece.record, seen)
+            if untouched:
                 holding.add(piece)
                 transfers[transit.number] = transit
         return holding, list(transfers.values())
@@ -229,8 +235,10 @@ class Departures:
     def finish(self) -> None:
         """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
+        checked = self._checked
         for record, seen in fired:
-            seen.untouched = self._is_untouched(record, seen)
+            untouched = checked.get(seen)
+            seen.untouched = self._is_untouched(record, seen) if untouched is None else untouched
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired

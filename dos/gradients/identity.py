@@ -34,10 +34,13 @@ class Token:
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
         self.rewritten = False
-        self._plain = type(gradient) is Tensor and not gradient.is_inference()  # as almost all gradients are
+        self._plain = type(gradient) is Tensor  # as almost all gradients are
         if isinstance(gradient, Tensor):
+            try:
+                self._version = version_counter(gradient) if self._plain else version(gradient)
+            except RuntimeError:
+                self._plain, self._version = False, 0  # an inference tensor counts no writes
             mine = gradient if self._plain else local(gradient)
-            self._version = version_counter(gradient) if self._plain else version(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self._reading = _reading(mine)
@@ -63,7 +66,13 @@ class Token:
 
         writes: the number of writes since that changed no value; None: values have changed.
         """
-        if not self.holds(gradient):
+        if self._plain and self.gradient is not None and self.gradient() is gradient:
+            # `holds`, without a call: `step()` asks for each gradient that was sent, before its first work.
+            reading = gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.stride(), gradient.is_neg()
+            same = not self.rewritten and self._reading == reading
+            if not same or self._storage.cdata != storage_address(gradient.untyped_storage()):
+                return False
+        elif not self.holds(gradient):
             return False
         now = version_counter(gradient) if self._plain else version(gradient)
         return self.bits is not None or now - self._version == writes

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dos.sharding.local import version
 from dos.state.record import ParameterRecord
+from dos.torch_internals.tensors import version_counter
 
 EDITED = (
     "user code wrote in place to gradients after step() ({}, the first of shape {}), as by p.grad.zero_(), while their "
@@ -25,8 +26,16 @@ class LateEdits:
 
     def watch(self, records: Iterable[ParameterRecord]) -> None:
         """Watch the gradients of these records, and no others, until `ended`."""
-        grads = ((record, record.leaf.grad) for record in records)
-        self._read = {record: (weakref.ref(g), version(g)) for record, g in grads if g is not None}
+        self._read = {}
+        for record in records:  # without a call for each: the caller waits
+            g = record.leaf.grad
+            if g is None:
+                continue
+            try:
+                now = version_counter(g) if type(g) is Tensor else version(g)
+            except RuntimeError:  # an inference tensor counts no writes
+                now = 0
+            self._read[record] = weakref.ref(g), now
 
     def ended(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Watch these no more, as user code is behind their updates; return those whose gradient was edited."""

@@ -11,7 +11,7 @@ from dos.parameters.registry import Registry
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.prepare import Prepared
-from dos.step.work import Input, SubgroupUpdate
+from dos.step.work import Input, SubgroupUpdate, new_input
 
 
 class Active(NamedTuple):
@@ -56,11 +56,12 @@ def updates_of(active: Active, registry: Registry, scales: Iterable[float]) -> d
             gradient = mine if number < active.settled else record.flat_gradient(mine)
         written = number >= active.settled and record.changed()
         own = record.arena.whole_masters and record.master_written
-        gradients[record.number] = Input(gradient, gradient.data_ptr(), setting, written, record.fresh, own)
+        gradients[record.number] = new_input((gradient, gradient.data_ptr(), setting, written, record.fresh, own))
     updates = {}
+    any_written = active.settled < len(active.members)
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
         there = offloaded.enabled and subgroup.arena.accelerated
-        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there)
+        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there, written=any_written)
         if update.items:
             updates[subgroup] = update
     return updates

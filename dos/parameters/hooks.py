@@ -18,6 +18,7 @@ from dos.torch_internals.modes import is_compiled
 from dos.torch_internals.module_dict import set_first
 from dos.torch_internals.module_parameters import (
     end_waiting,
+    ids_of_own,
     own_parameters,
     parameters_of,
     wait_before_reading,
@@ -57,6 +58,10 @@ def lasting(model: nn.Module) -> list[Tensor]:
     return [*parameters_of(model), *model.buffers()]
 
 
+_READ_BELOW = (nn.MultiheadAttention,)
+"""Modules that read the parameters of modules below them, which never run: of a projection."""
+
+
 class Attachment:
     """A model whose modules wait for their own parameters, so that updates may run into its forward.
 
@@ -78,8 +83,10 @@ class Attachment:
         # The model's hooks refer to this, and the optimizer does: neither may keep the other alive.
         self._watcher = weakref.ref(watcher)
         self._model = weakref.ref(model)
-        self._ran: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-        """Modules that were seen to run. The value is True for a compiled module, which runs all modules below it."""
+        self._ran: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        """Modules that were seen to run."""
+        self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those of them that read the parameters of all modules below, as a compiled one does."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
         self._captured: set[int] = set()
@@ -150,22 +157,23 @@ class Attachment:
 
     def covered(self) -> set[int]:
         """Return the ids of the parameters for which a module waits when it runs."""
-        ran = {id(p) for module, whole in self._ran.items() for p in self._own(module, recurse=whole)}
+        # Without a call for each module: each step asks. Not remembered, for user code may replace parameters.
+        ran = ids_of_own([module for reference in self._ran.keyrefs() if (module := reference()) is not None])
+        if self.homes:
+            ran = {id(self.homes[each]) if each in self.homes else each for each in ran}
+        ran.update(id(p) for module in self._whole for p in self._own(module))
         return (ran | self._gathered) - self._captured
 
     def wait_before_reads(self) -> None:
         """Wait before user code reads a module's parameters, until the module runs or `end_waiting` is called."""
-        for reference in self._read:
-            module = reference()
-            if module is not None:
-                wait_before_reading(module, self)
+        wait_before_reading(self._readable(), self)
 
     def end_waiting(self) -> None:
         """Undo `wait_before_reads`: no update runs any more."""
-        for reference in self._read:
-            module = reference()
-            if module is not None:
-                end_waiting(module, self)
+        end_waiting(self._readable(), self)
+
+    def _readable(self) -> list[nn.Module]:
+        return [module for reference in self._read if (module := reference()) is not None]
 
     def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
         """Wait for the updates of a module's parameters, which user code is about to read or write."""
@@ -194,7 +202,7 @@ class Attachment:
 
     def _own(self, module: nn.Module, *, recurse: bool = True) -> list[Tensor]:
         """Return the module's parameters as the optimizer knows them: the homes, where a block has copies."""
-        recurse = recurse or isinstance(module, nn.MultiheadAttention)  # it reads its projection's, which never runs
+        recurse = recurse or isinstance(module, _READ_BELOW)
         found = parameters_of(module, recurse=recurse)
         return [self.homes.get(id(p), p) for p in found] if self.homes else found
 
@@ -230,11 +238,16 @@ class Attachment:
         if not self._groups or module not in self._sharded:
             own = self._own(module, recurse=False)
             if not known:
-                self._ran[module] = False
+                self._note_run(module, whole=isinstance(module, _READ_BELOW))
                 self._first_use |= dict.fromkeys(map(id, own))
             if own:
                 self.finish(own)
-        end_waiting(module, self)  # it reads its parameters several times
+        end_waiting((module,), self)  # it reads its parameters several times
+
+    def _note_run(self, module: nn.Module, *, whole: bool) -> None:
+        self._ran[module] = None
+        if whole:
+            self._whole.add(module)
 
     def _uses(self, watcher: Any, module: nn.Module, *, recurse: bool) -> bool:
         """Return whether backward, which updates parameters, runs this module; raise where that has updated its own."""
@@ -261,10 +274,9 @@ class Attachment:
         watcher = self._watcher()
         if watcher is not None and self._uses(watcher, module, recurse=True):
             return
-        self._ran[module] = True
+        self._note_run(module, whole=True)
         self.finish(self._own(module))
-        for each in module.modules():
-            end_waiting(each, self)
+        end_waiting(module.modules(), self)
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """Wait for the updates of these parameters, which are about to be used."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +17,17 @@ def hooks_of_others(leaf: Tensor) -> bool:
     """Return whether user code has hooks on the tensor that are called when its `grad` was written, and read it."""
     hooks = hooks_after_accumulation(leaf)
     return hooks is not None and bool(hooks) and set(map(_module, hooks.values())) != _OURS
+
+
+def first_hooked(leaves: Iterable[Tensor]) -> Tensor | None:
+    """Return the first of these tensors on which user code has such hooks; None if there is none."""
+    # In one loop: each backward that updates asks of all parameters, and almost all have one hook, ours.
+    for leaf in leaves:
+        hooks = hooks_after_accumulation(leaf)
+        for hook in () if hooks is None else hooks.values():
+            if hook.__module__ != __name__:
+                return leaf
+    return None
 
 
 def check_hooks(parameter: Tensor) -> None:

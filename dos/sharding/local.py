@@ -97,7 +97,10 @@ def to_host(tensor: Any) -> Tensor:
 def version(tensor: Any) -> int:
     """Return the number of counted writes to the tensor; of a wrapped one, also to all tensors that it wraps."""
     if type(tensor) in PLAIN:  # of each gradient, in its hook
-        return 0 if tensor.is_inference() else version_counter(tensor)
+        try:
+            return version_counter(tensor)
+        except RuntimeError:  # an inference tensor counts no writes; to ask would let go of Python's lock
+            return 0
     return sum(0 if part.is_inference() else version_counter(part) for part in _layers(tensor))
 
 

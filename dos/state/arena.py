@@ -95,7 +95,8 @@ class Arena:
     gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
     parameter: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
         master, or half of it, the next update on the host reads it here.
-    whole_masters: whether each parameter has a master of which it is no half.
+    whole_masters: whether each parameter has a master of which it is no half. reads_parameters: whether an update on
+        the host reads the parameters, and not a master alone.
     weights: whether `parameter` is the home of the parameters themselves.
     streams: whether they are at home now, and on the device only while their block computes. reading: the last copy of
         them to the device.
@@ -123,6 +124,7 @@ class Arena:
         self.rule = rule
         self.format = state
         self.whole_masters = state.master is not None  # each step asks for each parameter
+        self.reads_parameters = not self.whole_masters
         self.weights, self.streams = weights, False
         self.reading: Job | None = None
         self._part = -(-part // self.format.block) * self.format.block
@@ -168,11 +170,6 @@ class Arena:
     def weights_at_home(self) -> HostTensor:
         """Return the host memory of the parameters themselves. Only where `weights`."""
         return self._staging["parameter"]
-
-    @property
-    def reads_parameters(self) -> bool:
-        """Whether an update on the host reads the parameters, and not a master alone."""
-        return self.format.master is None
 
     @property
     def keeps_copies(self) -> bool:

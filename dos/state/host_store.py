@@ -78,7 +78,8 @@ class HostStore:
 
     def has(self, subgroup: Subgroup) -> bool:
         """Return whether the subgroup has its home here."""
-        return all(tensor.has(subgroup.start, subgroup.stop) for tensor in subgroup.arena.home())
+        start, stop = subgroup.start, subgroup.stop
+        return not [t for t in subgroup.arena.home() if not (t.whole or t.has(start, stop))]
 
     def stages(self, subgroup: Subgroup) -> bool:
         """Return whether the staging of its gradients is allocated."""
@@ -179,7 +180,7 @@ class HostStore:
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         """Allocate the parts of these tensors that belong to these subgroups. Raises as `reserve`."""
-        missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not t.has(s.start, s.stop)}
+        missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not (t.whole or t.has(s.start, s.stop))}
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
             self._check(total)

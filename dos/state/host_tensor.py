@@ -14,6 +14,7 @@ class HostTensor:
     """1-D zeros on the host whose memory is allocated and pinned part by part.
 
     nbytes: the bytes that are allocated. pinned_bytes: of them, those that a CUDA runtime has pinned.
+    whole: whether all of it is allocated.
     exposed: whether user code gets views of it.
     """
 
@@ -27,6 +28,7 @@ class HostTensor:
         """
         self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
         self.nbytes = self.pinned_bytes = 0
+        self.whole = not self.tensor.nbytes
         self.exposed = exposed
         self._device = device
         self._block = block
@@ -42,7 +44,11 @@ class HostTensor:
     def has(self, start: int, stop: int) -> bool:
         """Return whether the memory of these parameters is allocated."""
         # All of it, as in most steps; parts do not overlap.
-        return start == stop or self.nbytes == self.tensor.nbytes or self.part(start, stop) in self._made
+        if start == stop or self.whole:
+            return True
+        if self._parted:  # `part`, without a call: each step asks for each subgroup
+            return (start // self._block, stop // self._block) in self._made
+        return self.part(start, stop) in self._made
 
     def allow_huge_pages(self, first: int, last: int) -> None:
         """Let a part that will be allocated share huge pages with neighbours that may have them."""
@@ -63,6 +69,7 @@ class HostTensor:
         self.pinned_bytes += pinned_bytes(made)
         self._pinned.append((first, last))
         self.nbytes += made.nbytes
+        self.whole = self.nbytes == self.tensor.nbytes
 
     def _allocate(self) -> bool:
         """Take memory that the device has allocated; return whether it has. Nothing is in this memory so far."""
@@ -72,6 +79,7 @@ class HostTensor:
         self.tensor = found.view(self.tensor.dtype)
         self._allocated, self._parted = True, False
         self.nbytes = self.pinned_bytes = self.tensor.nbytes
+        self.whole = True
         self._made.add((0, len(self.tensor)))
         return True
 
@@ -93,6 +101,7 @@ class HostTensor:
         use_huge_pages(self.tensor[first:last], use=False)
         self._made.remove(part)
         self.nbytes -= self.tensor[first:last].nbytes
+        self.whole = not self.tensor.nbytes
         self.pinned_bytes = pinned_bytes(self.tensor)
 
     def unpin(self, first: int, last: int) -> None:

@@ -72,7 +72,7 @@ class Subgroup:
     newest: set[Piece] = field(default_factory=set)
     uploads: Kept = field(default_factory=Kept)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 
@@ -91,7 +91,7 @@ class Subgroup:
         """Whether any of its parameters is a DTensor."""
         return any(piece.record.sharded for piece in self.pieces)
 
-    @property
+    @cached_property
     def state(self) -> State:
         """Views of the host state."""
         return self.arena.slice(self.start, self.stop)

@@ -224,10 +224,9 @@ class Step:
             if tasks[number].stream is Stream.CPU:
                 found.setdefault(max((under_way, *tasks[number].after)), []).append(number)
 
-        def left(number: int) -> int:
-            return max((other for other in tasks[number].after if other < under_way), default=0)
-
-        found.get(under_way, []).sort(key=left)
+        at_once = found.get(under_way, [])
+        left = {number: max([0, *[each for each in tasks[number].after if each < under_way]]) for number in at_once}
+        at_once.sort(key=left.__getitem__)
         return found
 
     def _streams(self, task: Task) -> bool:

@@ -361,13 +361,13 @@ class Ledger:
         # From here on the step keeps these gradients' memory, and waits for their copies.
         self._freed.clear()
         self._freed_bytes = 0
-        return [
-            each._replace(
-                departed=tuple(places[transit.number] for transit in departed),
-                fetched=None if state is None else places[state.number],
-            )
-            for each, departed, state in zip(found, used, fetched, strict=True)
-        ], [begun[number] for number in places]
+        inherited = []
+        for each, departed, state in zip(found, used, fetched, strict=True):
+            if departed or state is not None:
+                coming = tuple([places[transit.number] for transit in departed])
+                each = SubgroupState(*each[:5], coming, None if state is None else places[state.number], *each[7:])
+            inherited.append(each)
+        return inherited, [begun[number] for number in places]
 
     # Steps.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ class Input(NamedTuple):
     master_written: bool = False
 
 
+new_input: Callable[[tuple[Any, ...]], Input] = partial(tuple.__new__, Input)
+"""Makes an input of all its fields without a call of Python: each step makes one for each parameter."""
+
 _NOTHING = torch.empty(0, device="cpu")
 _NO_GRADIENT = Input(_NOTHING, 0, 0, False)
 
@@ -58,9 +62,15 @@ class SubgroupUpdate:
     """
 
     def __init__(
-        self, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[Any], *, offloaded: bool
+        self,
+        subgroup: Subgroup,
+        gradients: Sequence[Input | None],
+        settings: Sequence[Any],
+        *,
+        offloaded: bool,
+        written: bool = True,
     ) -> None:
-        """gradients: by number of the record; None: no gradient."""
+        """gradients: by number of the record; None: no gradient. written: whether any may be `parameter_written`."""
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
@@ -70,6 +80,7 @@ class SubgroupUpdate:
         self.from_disk = False
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
         self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
+        self._any_written = written
         self._whole = len(self.items) == len(subgroup.pieces)
         self.numel = subgroup.numel if self._whole else sum(piece.numel for piece, _ in self.items)
         if self.items and self.items[0][0].parameter_start:  # only the first piece begins within its parameter
@@ -93,6 +104,8 @@ class SubgroupUpdate:
     @property
     def written_pieces(self) -> list[Piece]:
         """The pieces to whose parameters user code wrote since our last step."""
+        if not self._any_written:
+            return []
         return [piece for piece, gradient in self.items if gradient.parameter_written]
 
     @property
@@ -107,7 +120,7 @@ class SubgroupUpdate:
     def release(self) -> None:
         """Release gradients on the device. Later work reads none there."""
         if not self.offloaded:
-            self.items = [(piece, gradient._replace(values=_NOTHING)) for piece, gradient in self.items]
+            self.items = [(piece, new_input((_NOTHING, *gradient[1:]))) for piece, gradient in self.items]
 
     @property
     def at_home(self) -> bool:
@@ -125,7 +138,7 @@ class SubgroupUpdate:
         """Bytes of parameters written by user code that are copied with gradients, but not as halves of masters."""
         arena, itemsize = self.subgroup.arena, self.subgroup.arena.dtype.itemsize
         come = self.from_disk and not (arena.reads_parameters or arena.streams)
-        return sum(piece.numel for piece in self.written_pieces) * itemsize if come else 0
+        return sum([piece.numel for piece in self.written_pieces]) * itemsize if come else 0
 
     @property
     def stale(self) -> Sequence[Piece]:
@@ -135,7 +148,7 @@ class SubgroupUpdate:
             return ()
         # A window, or a home to which state is being read, has no parameters that were staged in earlier steps.
         newest = set() if self.from_disk else self.subgroup.newest
-        if len(newest) == len(self.subgroup.pieces) and not self.written_pieces:
+        if len(newest) == len(self.subgroup.pieces) and not (self._any_written and self.written_pieces):
             return ()  # as in most steps
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
@@ -279,7 +292,7 @@ class SubgroupUpdate:
 
         Without parameters that updates read in any case, which are copied with gradients, and parameters on the host.
         """
-        if self.subgroup.arena.streams:
+        if self.subgroup.arena.streams or not self._any_written:
             return []
         pieces = [] if self.on_host.state.master is None else self.written_pieces
         return [(self._staged(p), _of_parameter(p)) for p in pieces]
@@ -428,14 +441,14 @@ class Subject(NamedTuple):
         items = update.items if update.offloaded else self.late
         gradient_bytes = sum([piece.numel * gradient.values.itemsize for piece, gradient in items])
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
+        older = update.numel if len(stale) == len(update.items) else sum([p.numel for p in stale])
         return SubgroupState(
             state,
             Tier.HOST if update.offloaded else Tier.DEVICE,
             update.numel,
             gradient_bytes or None,
             update.numel * itemsize,
-            stale_bytes=itemsize * (update.numel if len(stale) == len(update.items) else sum(p.numel for p in stale))
-            + update.written_bytes,
+            stale_bytes=itemsize * older + (update.written_bytes if update.from_disk else 0),
             streams=self.subgroup.arena.streams,
         )
 

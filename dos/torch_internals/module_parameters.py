@@ -84,26 +84,37 @@ for _name in ("__setitem__", "__delitem__", "update", "clear", "__ior__"):
     setattr(_WaitingParameters, _name, _wrapped(_name, reads=False, writes=True))
 
 
-def wait_before_reading(module: nn.Module, watcher: Watcher) -> None:
-    """Call `watcher.before_reading` before the module's own parameters are read, until `end_waiting`.
+def wait_before_reading(modules: Iterable[nn.Module], watcher: Watcher) -> None:
+    """Call `watcher.before_reading` before these modules' own parameters are read, until `end_waiting`.
 
-    Does nothing for a scripted module, which is read in C++.
+    Does nothing for scripted modules, which are read in C++.
     """
-    found = vars(module).get("_parameters")
-    if not isinstance(found, dict):
-        return
-    if type(found) is not _WaitingParameters:
-        found = vars(module)["_parameters"] = _WaitingParameters(found)
-    found.watchers.add(watcher)
+    for module in modules:
+        found = vars(module).get("_parameters")
+        if type(found) is not _WaitingParameters:
+            if not isinstance(found, dict):
+                continue
+            found = vars(module)["_parameters"] = _WaitingParameters(found)
+        found.watchers.add(watcher)
 
 
-def end_waiting(module: nn.Module, watcher: Watcher) -> None:
-    """Undo `wait_before_reading`. The last watcher leaves the module its own dict."""
-    found = vars(module).get("_parameters")
-    if type(found) is _WaitingParameters:
-        found.watchers.discard(watcher)
-        if not found.watchers:
-            vars(module)["_parameters"] = found.plain
+def end_waiting(modules: Iterable[nn.Module], watcher: Watcher) -> None:
+    """Undo `wait_before_reading`. The last watcher leaves each module its own dict."""
+    for module in modules:
+        found = vars(module).get("_parameters")
+        if type(found) is _WaitingParameters:
+            found.watchers.discard(watcher)
+            if not found.watchers:
+                vars(module)["_parameters"] = found.plain
+
+
+def ids_of_own(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of these modules' own parameters, without waiting; that of None may be among them."""
+    found = set[int]()
+    for module in modules:
+        own = vars(module).get("_parameters")
+        found.update(map(id, dict.values(own) if isinstance(own, dict) else module.parameters(recurse=False)))
+    return found
 
 
 def own_parameters(module: nn.Module) -> dict[str, Any]:

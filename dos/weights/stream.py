@@ -76,7 +76,7 @@ class WeightStream:
             if own:
                 reading = _Reading(self, own, inside.get(each))
                 self._readings.append((weakref.ref(each), reading))
-                wait_before_reading(each, reading)  # for good: copies are released before user code writes
+                wait_before_reading((each,), reading)  # for good: copies are released before user code writes
         refuse_to_move(model, checks.refuse_to_move)
         _of_model[model] = self
         know_model(model)
@@ -141,7 +141,7 @@ class WeightStream:
             for reference, reading in self._readings:
                 module = reference()
                 if module is not None:
-                    end_waiting(module, reading)
+                    end_waiting((module,), reading)
             let_move(model)
             _of_model.pop(model, None)
 

@@ -74,6 +74,7 @@ _GENERAL: dict[str, Callable[..., Any]] = {
     "Stream": _stream,
     "Event": _event,
     "stream": _on_stream,
+    "set_stream": _accelerator.set_stream,
     "device": _on_device,
     "device_of": _device_of,
     "current_device": _accelerator.current_device_index,
@@ -104,3 +105,5 @@ def install() -> None:
     """Put them in torch.cuda's place, for the rest of the process."""
     for name, replacement in {**_GENERAL, **_OWN}.items():
         setattr(torch.cuda, name, replacement)
+    private: Any = torch._C
+    private._cuda_getCurrentRawStream = lambda index: private._accelerator_getStream(index).stream_id

@@ -456,6 +456,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "set_device": runtime.set_device,
         "current_device": runtime.current_device,
         "stream": runtime.stream,
+        "set_stream": runtime.use,
         "current_stream": runtime.current_stream,
         "cudart": lambda: runtime,
         "_sleep": lambda cycles: runtime.log.append("kernel"),
@@ -463,6 +464,8 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    number = "_cuda_getCurrentRawStream"
+    monkeypatch.setattr(torch._C, number, lambda index: id(runtime.current_stream()), raising=False)
     monkeypatch.setattr(pinned_allocation, "library", lambda: runtime if runtime.most_allocated else None)
     copy, to = Tensor.copy_, Tensor.to
 

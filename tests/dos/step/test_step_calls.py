@@ -49,4 +49,4 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_calls_before_the_first_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (calls(parameters, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
-    assert (many - few) / (20 * EACH) <= 24
+    assert (many - few) / (20 * EACH) <= 13

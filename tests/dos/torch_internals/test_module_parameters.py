@@ -42,7 +42,7 @@ class Asked:
 
 def test_lists_of_parameters_are_told_from_one() -> None:
     module, asked = nn.Linear(2, 2), Asked()
-    wait_before_reading(module, asked)
+    wait_before_reading((module,), asked)
     saved = module.state_dict()
     for read in (module.state_dict, lambda: list(module.parameters()), lambda: module.load_state_dict(saved)):
         before = asked.lists
@@ -57,7 +57,7 @@ def test_lists_of_parameters_are_told_from_one() -> None:
 def test_all_ways_to_a_parameter_are_seen() -> None:
     module, asked = nn.Linear(2, 2), Asked()
     own = vars(module)["_parameters"]
-    wait_before_reading(module, asked)
+    wait_before_reading((module,), asked)
     ways = (
         lambda: module.weight,
         lambda: list(module.parameters()),
@@ -82,7 +82,7 @@ def test_all_ways_to_a_parameter_are_seen() -> None:
     assert not asked.times
     assert type(vars(copy.deepcopy(module))["_parameters"]) is dict
     assert type(vars(pickle.loads(pickle.dumps(copy.deepcopy(module))))["_parameters"]) is dict
-    end_waiting(module, asked)
+    end_waiting((module,), asked)
     asked.times = 0
     assert module.weight is own_parameters(module)["weight"]
     assert vars(module)["_parameters"] is own
@@ -93,13 +93,13 @@ def test_all_ways_to_a_parameter_are_seen() -> None:
 def test_a_module_waits_until_its_last_watcher_has_ended() -> None:
     module, one, other = nn.Linear(2, 2), Asked(), Asked()
     for each in (one, other, one):
-        wait_before_reading(module, each)
+        wait_before_reading((module,), each)
     _ = module.weight
-    end_waiting(module, one)
+    end_waiting((module,), one)
     module.bias = nn.Parameter(torch.ones(2))
     _ = module.weight
     assert (one.times, other.times) == (1, 3), CHANGED  # registration reads the name, too
-    end_waiting(module, other)
+    end_waiting((module,), other)
     assert type(vars(module)["_parameters"]) is dict
     assert module.bias.sum() == 2
 
