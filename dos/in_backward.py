@@ -424,9 +424,10 @@ class InBackward:
                 self._registry.written(records)
             self.issued.update(update.pieces)
             self._updated.update(records)
+            left = self._left
             for record in records:
-                self._left[record] -= 1
-                if not self._left[record]:
+                left[record] -= 1
+                if not left[record]:
                     self._completed(record)
 
     def _completed(self, record: ParameterRecord) -> None:

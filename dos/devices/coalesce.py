@@ -115,7 +115,7 @@ def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequenc
 
 def _whole(run: Sequence[Copy], side: int) -> Tensor:
     """Return one tensor for one side of copies that are neighbours there."""
-    return run[0][side].as_strided((sum(copy[side].numel() for copy in run),), (1,))
+    return run[0][side].as_strided((sum([copy[side].numel() for copy in run]),), (1,))
 
 
 def _copy_together(run: Sequence[Copy], host: int, across: _Across) -> bool:
@@ -154,17 +154,18 @@ class _Across:
     def add(self, copy: Copy) -> None:
         """Add one copy in pieces, cut also at the borders of pinned regions."""
         destination, source = copy
+        nbytes = source.nbytes
         parts = () if self._is_whole else pinned_parts(copy[self._host])
-        if len(parts) <= 1 and source.nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
-            self._add(destination, source)
+        if len(parts) <= 1 and nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
+            self._add(destination, source, nbytes)
             return
         most = PIECE_BYTES // source.itemsize
         for part in parts or (slice(None),):
             for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
-                self._add(to, piece)
+                self._add(to, piece, piece.nbytes)
 
-    def _add(self, destination: Tensor, source: Tensor) -> None:
-        give_way = self._before(source.nbytes)
+    def _add(self, destination: Tensor, source: Tensor, nbytes: int) -> None:
+        give_way = self._before(nbytes)
         if give_way is not None:
             self.flush()
             give_way()

@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple, cast
@@ -26,7 +26,7 @@ from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_cores
 from dos.torch_internals.operators import queue_empty_kernel
-from dos.torch_internals.streams import stream_number
+from dos.torch_internals.streams import find_stream_number
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 
@@ -44,6 +44,8 @@ _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
 _URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 """Copies for which compute waits. No other copy runs between their pieces."""
+_ALREADY = nullcontext()
+"""In the place of torch.no_grad() where gradients are off."""
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams, which order kernels only: an update for which the next forward waits runs before others, and
 the empty kernels between copies of state do not wait for compute."""
@@ -59,7 +61,9 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = torch.device(TYPE, torch.cuda.current_device() if device.index is None else device.index)
+        self._index: int = self.torch_device.index
         self._streams, self._idle_stream = _streams_of(self.torch_device)
+        self._stream_number = find_stream_number()
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The caller's streams by number."""
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
@@ -162,7 +166,7 @@ class CudaDevice:
     def keep(self, buffer: Tensor, op: Op | None = None) -> None:
         if self._inherited:
             return  # no work of this process uses it, and releasing it would record an event
-        buffer.record_stream(self._streams[op] if op is not None else self._current_stream())
+        buffer.record_stream(self._streams[op] if op is not None else self.caller())
 
     def count(self, tensor: Tensor) -> None:
         pass  # the allocator counts it
@@ -210,13 +214,10 @@ class CudaDevice:
     def join(self, job: Job) -> None:
         assert isinstance(job, _CudaJob)
         # Work that the caller queues next reads memory that `job` writes.
-        self._current_stream().wait_event(job.end)
+        self.caller().wait_event(job.end)
 
-    def caller(self) -> Caller:
-        return self._current_stream()
-
-    def _current_stream(self) -> torch.cuda.Stream:
-        number = stream_number(self.torch_device.index)
+    def caller(self) -> torch.cuda.Stream:
+        number = self._stream_number(self._index)
         found = self._callers.get(number)
         if found is None:
             found = self._callers[number] = torch.cuda.current_stream(self.torch_device)
@@ -275,6 +276,7 @@ class CudaDevice:
         leave_cores()
         # A new thread begins on the first GPU, where a call without a device would make a context.
         torch.cuda.set_device(self.torch_device)
+        torch.set_grad_enabled(False)  # for this thread alone
 
     def current(self) -> AbstractContextManager[Any]:
         """Return a context in which this is the thread's current device.
@@ -343,8 +345,8 @@ class CudaDevice:
         with (
             named(LANE_OF[op], op, subgroup),
             self.current(),
-            _On(stream, self._current_stream()),
-            torch.no_grad(),
+            _On(stream, self.caller()),
+            torch.no_grad() if torch.is_grad_enabled() else _ALREADY,  # which takes eight calls of Python
         ):
             self._leftovers.release()
             start, end = _event(), _event()

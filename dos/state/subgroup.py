@@ -60,6 +60,7 @@ class Subgroup:
     batches: batches of its updates by placement, with the addresses to which each has followed. uploads: the copies of
         all new parameters from the staging to the device, once they were made. Both are cleared when the memory of a
         parameter is replaced.
+    staged: the staging of all gradients, and of each piece's, by piece.
     newest: the pieces whose newest parameters are staged on the host, where the host updates them as masters, or halves
         of masters.
     """
@@ -71,6 +72,7 @@ class Subgroup:
     batches: dict[tuple[str, int], tuple[Any, list[int]]] = field(default_factory=dict)
     newest: set[Piece] = field(default_factory=set)
     uploads: Kept = field(default_factory=Kept)
+    staged: dict[Piece, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def numel(self) -> int:
@@ -100,6 +102,18 @@ class Subgroup:
     def gradient(self) -> Tensor:
         """The host staging of its gradients. Only where the parameters are on the accelerator."""
         return self.arena.gradient[self.start : self.stop]
+
+    def staged_gradient(self, piece: Piece) -> Tensor:
+        """Return the host staging of the gradient of one of its pieces. Remembered, as each step needs the same views.
+
+        A view lets go of Python's lock, for which other threads wait.
+        """
+        whole = self.arena.incoming.tensor
+        known = self.staged.get(piece)
+        if known is None or known[0] is not whole:  # a wider one may have replaced it
+            known = whole, whole[self.start + piece.start : self.start + piece.stop]
+            self.staged[piece] = known
+        return known[1]
 
     @property
     def parameter(self) -> Tensor | None:

@@ -155,10 +155,16 @@ class SubgroupUpdate:
 
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
         """Return the copies of the gradients of these items, and of stale parameters, to the host."""
-        gradient, parameter = self.on_host.gradient, self.on_host.parameter
-        copies = [(gradient[item[0].run], _values(item)) for item in items]
+        if self.at_home:
+            staged = self.subgroup.staged_gradient
+            copies = [(staged(item[0]), _values(item)) for item in items]
+        else:
+            gradient = self.on_host.gradient
+            copies = [(gradient[item[0].run], _values(item)) for item in items]
         copies += self.download_written() if self.from_disk else []
-        return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in self.stale])
+        stale = self.stale
+        parameter = self.on_host.parameter if stale else None
+        return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in stale])
 
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """Return the copies of offloaded gradients and streamed weights to `buffer` (1-D uint8 on the device)."""
@@ -262,6 +268,8 @@ class SubgroupUpdate:
 
     def _with_rests(self) -> list[Piece]:
         """Return the `written_pieces` that have a rest."""
+        if not (self._any_written or self._unseen):
+            return []
         return [piece for piece, given in self.items if self._is_written(piece, given) and not given.fresh]
 
     def _is_written(self, piece: Piece, given: Input) -> bool:
@@ -361,10 +369,15 @@ def _of_parameter(piece: Piece) -> Tensor:
 
 def _values(item: Item) -> Tensor:
     """Return the piece's gradient."""
-    piece, gradient = item
-    flat = flat_alias(gradient.values)
-    assert flat is not None, "the gradient has the order of the record's memory"
-    return piece.of_parameter(flat.detach())
+    piece, given = item
+    gradient = given.values
+    if gradient.is_contiguous() and not (gradient.is_neg() or gradient.requires_grad):
+        flat = gradient.view(-1)
+    else:
+        alias = flat_alias(gradient)
+        assert alias is not None, "the gradient has the order of the record's memory"
+        flat = alias.detach()
+    return flat if piece.numel == piece.record.numel else piece.of_parameter(flat)
 
 
 class HostUpdate(NamedTuple):

@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
-def stream_number(device: int) -> int:
-    """Return a number of the thread's current stream on the device with this index: no other stream there has it."""
-    number: int = torch._C._cuda_getCurrentRawStream(device)
-    return number
+def find_stream_number() -> Callable[[int], int]:
+    """Return torch's function, of the index of a device.
+
+    It returns a number of the thread's current stream on that device: no other stream there has it.
+    """
+    found: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return found

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from dos.torch_internals.streams import stream_number
+from dos.torch_internals.streams import find_stream_number
 
 CHANGED = "torch has changed what dos/torch_internals/streams.py relies on"
 
 
 def test_torch_has_numbers_of_streams() -> None:
     """A build for the CPU, too, in its declarations."""
-    assert "def _cuda_getCurrentRawStream(device: _int) -> _int" in Path(torch.__file__).with_name("_C").joinpath(
-        "__init__.pyi"
-    ).read_text(), CHANGED
+    assert (
+        "def _cuda_getCurrentRawStream(device: _int) -> _int"
+        in Path(torch.__file__).with_name("_C").joinpath("__init__.pyi").read_text()
+    ), CHANGED
 
 
 def test_the_public_function_makes_an_object_each_time() -> None:
@@ -27,7 +28,7 @@ def test_the_public_function_makes_an_object_each_time() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_each_stream_has_a_number_of_its_own() -> None:
-    current = torch.cuda.current_stream()
+    current, stream_number = torch.cuda.current_stream(), find_stream_number()
     before, side = stream_number(current.device_index), torch.cuda.Stream()
     with torch.cuda.stream(side):
         assert stream_number(side.device_index) not in (before, 0), CHANGED
