@@ -401,8 +401,8 @@ class Session:
             tell_autograd(self.ledger.unfinished)  # at once: backward of an older graph may run no hook that waits
             covered = self.attachment.covered()
             # All readers of weights that stream wait for them: their block, or user code.
-            pending = (r for r in self.ledger.pending if not r.arena.streams)
-            self._join([r.parameter for r in pending if id(r.parameter) not in covered])
+            pending = [p for r in self.ledger.pending if id(p := r.parameter) not in covered and not r.arena.streams]
+            self._join(pending)
 
     def _active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""

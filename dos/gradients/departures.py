@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -20,9 +19,6 @@ from dos.step.transit import Transit
 from dos.step.work import SubgroupUpdate, Subject
 
 logger = logging.getLogger(__name__)
-
-_ALREADY = contextlib.nullcontext()
-"""In the place of torch.no_grad() where gradients are off, as in backward without create_graph."""
 
 
 @dataclass(eq=False)
@@ -124,23 +120,24 @@ class Departures:
             return []
         # Before the copy is issued, because the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here)
-        staging = record.arena.gradient
+        staging = record.arena.incoming.tensor
         # Another micro-batch will add to it, or user code always changes it: it would be sent in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
             return []
         if record.changed() or record.stand_in or record.written_late:
             return []  # the step first reads the parameter anew
         caller = device.caller()
-        with torch.no_grad() if torch.is_grad_enabled() else _ALREADY:  # it is five calls of Python
-            if (
-                type(gradient) is Tensor
-                and record.layout is None
-                and gradient.is_contiguous()
-                and not gradient.is_neg()
-            ):
-                flat = gradient.view(-1)  # as below, with one call that lets go of Python's lock in place of four
-            else:
-                flat = record.flat_gradient(gradient if type(gradient) is Tensor else local(gradient))
+        plain = type(gradient) is Tensor
+        if (
+            plain
+            and record.layout is None
+            and gradient.is_contiguous()
+            and not (gradient.requires_grad or gradient.is_neg())
+        ):
+            flat = gradient.view(-1)  # as below, with one call that lets go of Python's lock in place of four
+        else:
+            with torch.no_grad():
+                flat = record.flat_gradient(gradient if plain else local(gradient))
         complete = []
         for subgroup, piece in places:
             departure = self._departures.get(subgroup)

@@ -43,7 +43,7 @@ class Token:
             mine = gradient if self._plain else local(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
-            self._reading = _reading(mine)
+            self._reading = mine.data_ptr(), mine.dtype, mine.shape, mine.stride(), mine.is_neg()  # as `_reading`
             if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
 

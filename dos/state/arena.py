@@ -92,6 +92,7 @@ class Arena:
     device: the accelerator of the parameters; None: they are on the host.
     rule: updates them. format: the fields of the state.
     tier: the tier of the state's home; state whose home is the device never leaves it.
+    incoming: the host memory of `gradient`. Only where the parameters are on the accelerator.
     gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
     parameter: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
         master, or half of it, the next update on the host reads it here.
@@ -127,6 +128,7 @@ class Arena:
         self.reads_parameters = not self.whole_masters
         self.weights, self.streams = weights, False
         self.reading: Job | None = None
+        self.incoming: HostTensor
         self._part = -(-part // self.format.block) * self.format.block
         self._homes: dict[str, HostTensor] = {}
         self._buffers: list[Tensor] = []
@@ -147,11 +149,6 @@ class Arena:
     def parameter(self) -> Tensor | None:
         found = self._staging.get("parameter")
         return None if found is None else found.tensor
-
-    @property
-    def incoming(self) -> HostTensor:
-        """The host memory of `gradient`. Only where the parameters are on the accelerator."""
-        return self._staging["gradient"]
 
     @property
     def device_bytes(self) -> int:
@@ -182,7 +179,9 @@ class Arena:
 
     def _stage(self, name: str, dtype: torch.dtype) -> None:
         assert self.device is not None, "nothing is staged for parameters on the host"
-        self._staging[name] = HostTensor(self.numel, dtype, self.device, self._part)
+        self._staging[name] = found = HostTensor(self.numel, dtype, self.device, self._part)
+        if name == "gradient":
+            self.incoming = found
 
     def slice(self, start: int, stop: int) -> State:
         """Return a view of the state from start to stop. Remembered, because every step needs the same views."""

@@ -1,4 +1,4 @@
-"""The cost of `step()` before its first work, in calls of Python for each parameter."""
+"""The cost of `step()` before its first work, and of hooks in backward, in calls of Python for each parameter."""
 
 from __future__ import annotations
 
@@ -50,3 +50,35 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_calls_before_the_first_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (calls(parameters, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
     assert (many - few) / (20 * EACH) <= 13
+
+
+def calls_in_backward(parameters: int, updates: str) -> int:
+    """Calls of a whole backward, whose gradients leave or are updated."""
+    model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
+    settings: dict[str, Any] = {"policy": "cpu", "device": EmulatedDevice(FAST, 10**9)}
+    optimizer = DOSAdam(model.parameters(), subgroup_size=SIZE * EACH, **settings)
+    optimizer.attach(model, updates=updates)
+    found = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call"
+
+    for step in range(5):
+        loss = sum(p.square().sum() for p in model)
+        optimizer.synchronize()
+        sys.setprofile(count if step == 4 else None)
+        try:
+            loss.backward()  # hooks run on this thread
+        finally:
+            sys.setprofile(None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(("updates", "most"), [("step", 30), ("backward", 39)])
+def test_calls_of_a_gradients_hooks(updates: str, most: int) -> None:
+    """With the share of a gradient in what its subgroup takes."""
+    few, many = (calls_in_backward(parameters, updates) for parameters in (10 * EACH, 30 * EACH))
+    assert (many - few) / (20 * EACH) <= most
