@@ -26,7 +26,7 @@ from dos.machine.host_memory import available_bytes
 from dos.machine.process import local_ranks
 from dos.planning.forecast import Room
 from dos.sharding.local import holds_wrapper, is_sharded, local
-from dos.torch_internals.modes import check_saved_tensors_hooks, next_node
+from dos.torch_internals.modes import check_saved_tensors_hooks, keep_untraced, next_node
 from dos.torch_internals.tensors import base_of, storage_address, unwrapped
 from perfmodel import Plan
 from perfmodel.workload import SavedTensors, peak_room
@@ -75,6 +75,7 @@ class ActivationOffload:
     give_way: weakref.WeakMethod[Callable[[int], None]]
 
     def __init__(self, device: Device, lock: Any, state_to_come: Callable[[], int]) -> None:
+        keep_untraced("dos")  # blocks that are compiled run the hooks on saved tensors
         self.device = device
         self.pool = HostPool(device)
         self.in_use = self._follows_plan = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,18 @@ disable_dynamo = torch._disable_dynamo
 
 `torch.compiler.disable` imports torch._dynamo at once, which takes seconds; this does when the method is called.
 """
+
+
+@functools.cache
+def keep_untraced(package: str) -> None:
+    """Keep torch.compile out of a package for good.
+
+    A compiled module traces what runs within it, hooks on saved tensors too, and fails where it cannot.
+    """
+    from torch._dynamo import trace_rules  # takes seconds, unless an optimizer of torch's has been built
+
+    trace_rules.add(package)
+
 
 next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next: the same while one operation saves its tensors."""

@@ -108,7 +108,6 @@ class Block:
             copy.data = tensor
         self.count(filled=False, streams=self.streams)
         self._job, self._joined = None, set()
-        self.end_backward()
 
     def __del__(self) -> None:
         if self.filled and not self._joined:

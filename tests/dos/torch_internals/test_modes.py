@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 
+from dos.torch_internals import modes
 from dos.torch_internals.modes import (
     backward_number,
     check_saved_tensors_hooks,
@@ -18,6 +20,7 @@ from dos.torch_internals.modes import (
     in_backward,
     is_compiled,
     is_profiled,
+    keep_untraced,
     next_node,
     when_backward_ends,
     writes_gradient,
@@ -126,6 +129,12 @@ def test_a_method_is_kept_from_being_compiled() -> None:
 
     compiled(torch.ones(1))
     assert compiling == [False], CHANGED
+
+
+def test_a_package_is_kept_from_being_compiled() -> None:
+    keep_untraced("dos")
+    skipped = [trace_rules.check_file(path).skipped for path in (modes.__file__, __file__)]
+    assert skipped == [True, False], CHANGED
 
 
 @pytest.mark.slow

@@ -221,6 +221,23 @@ def test_a_block_that_is_compiled_later() -> None:
         loss(model, 0)
 
 
+def test_blocks_whose_backward_is_compiled_too() -> None:
+    """What runs as autograd saves a tensor is not compiled with the block."""
+
+    def compiled() -> nn.Module:
+        block = Merged()
+        block.compile(backend="aot_eager")
+        return block
+
+    ends = []
+    for weights in (0, 2, None):
+        model = Stack(compiled)
+        optimizer = start(model, weights)
+        train(model, optimizer, 1)
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1] == ends[2]
+
+
 def test_functional_transforms_that_take_no_hooks() -> None:
     model = net(torch.float32)
     optimizer = start(model, 0)
