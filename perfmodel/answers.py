@@ -208,8 +208,12 @@ class Answers:
 
     def _fixed(self, choices: Sequence[Choice]) -> Iterator[Choice]:
         """The plans of fixed policies: of what is not resident all is on the CPU, or every k-th is streamed."""
-        for streams in sorted({choice.division.streams for choice in choices}):
-            division = next(choice.division for choice in choices if choice.division.streams is streams)
+        found, most = dict[object, Division](), max(len(choice.division.blocks) for choice in choices)
+        for _, division, _ in choices:
+            found.setdefault(division.streams, division)
+            if most and len(division.blocks) == most:  # such policies keep the weights of all blocks that have room
+                found.setdefault((division.streams, division.slots), division)
+        for division in dict.fromkeys(found.values()):
             others = len(self.workload.subgroups) - len(division.residents)
             for on_cpu in sorted({others, *(others - -(-others // k) for k in STRIDES)}):
                 if self._range(division)[0] <= on_cpu <= self._range(division)[1]:
