@@ -209,10 +209,11 @@ class Answers:
     def _fixed(self, choices: Sequence[Choice]) -> Iterator[Choice]:
         """The plans of fixed policies: of what is not resident all is on the CPU, or every k-th is streamed."""
         found, most = dict[object, Division](), max(len(choice.division.blocks) for choice in choices)
+        many = self.workload.activations or self.workload.blocks  # divisions, and simulations take long
         for _, division, _ in choices:
-            found.setdefault(division.streams, division)
+            found.setdefault((division.streams, 0 if many else division.slots), division)
             if most and len(division.blocks) == most:  # such policies keep the weights of all blocks that have room
-                found.setdefault((division.streams, division.slots), division)
+                found.setdefault((division.streams, division.slots, most), division)
         for division in dict.fromkeys(found.values()):
             others = len(self.workload.subgroups) - len(division.residents)
             for on_cpu in sorted({others, *(others - -(-others // k) for k in STRIDES)}):

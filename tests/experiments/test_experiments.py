@@ -117,9 +117,12 @@ def plans_meet_their_figures(rows: Rows, _: Any) -> None:
     assert not missed(planner.limits([{**row, "plan_s": 0.0} for row in rows]))
 
 
-def test_a_stride_that_keeps_all_weights_is_among_the_plans_that_are_compared() -> None:
-    """On a GH200, where its links are so fast that all state is streamed beside weights that stay."""
-    row = planner.row(builtin_profiles()["gh200"], planner.KIND_SUBGROUPS, "forward", "weights")
+@pytest.mark.parametrize("kind", ["weights", "int8, offload"])
+def test_strides_with_all_weights_and_with_each_number_of_slots_are_among_the_plans_that_are_compared(
+    kind: str,
+) -> None:
+    """On a GH200, whose links are so fast that streaming all state is best."""
+    row = planner.row(builtin_profiles()["gh200"], planner.KIND_SUBGROUPS, "forward", kind)
     assert not missed(planner.limits([{**row, "plan_s": 0.0}]))
 
 
