@@ -19,6 +19,7 @@ from experiments.plots import can_draw, picture
 RESULTS = Path(__file__).parents[1] / "results"
 NAMES = {
     "AdamW, float32 masters": "AdamW, all of its state on the GPU",
+    "adaptive, memory for 50%, updates in backward": "DOSAdam, for half, updates in backward",
     "adaptive, memory for 50%": "DOSAdam, GPU memory for half of the state",
     "adaptive, memory for 10%": "DOSAdam, for a tenth",
     "adaptive, memory for 10%, int8 state": "DOSAdam, for a tenth, int8",
@@ -32,7 +33,7 @@ NAMES = {
 
 def times() -> dict[str, dict[str, float]]:
     """Seconds of an iteration by GPU and contender, attached models."""
-    h200 = _read("nvidia-h200-2026-11-26/results.json")["checks"]["contest"]["figures"]["attached"]
+    h200 = _read("nvidia-h200-2026-11-27/results.json")["checks"]["attached"]["figures"]["attached"]
     h100 = _read("nvidia-h100-2026-11-26/attached.json")["figures"]["attached"]
     return {
         gpu: {n: each["iteration_s"] for n, each in found.items()} for gpu, found in (("H200", h200), ("H100", h100))
