@@ -131,6 +131,18 @@ def measure_minimum(device: Device | None) -> HardwareProfile:
     return found.profile(base_profile(device), name_of(device), note=note)
 
 
+def believed_share(share: float, threads: int, rates: Mapping[int, float]) -> float:
+    """Return the share of CPU time, or 1 if it cannot be true.
+
+    Without the tick of a timer, as in a virtual machine that had run 16 threads, Linux counts the time of the calling
+    thread alone while the others run. Then more threads have updated faster than their time allows.
+
+    rates: parameters/s by number of threads.
+    """
+    gained = rates[threads] / rates[1] if 1 in rates else 0.0
+    return share if share * threads > UNCONTENDED * gained else 1.0
+
+
 def choose_threads(rates: dict[int, float]) -> int:
     """Return the fewest threads within 3% of the best rate."""
     return min(threads for threads, rate in rates.items() if rate >= (1 - WITHIN) * max(rates.values()))
@@ -210,7 +222,11 @@ def measure(
             figures |= stage()
         notes = [on_disk.note()] if on_disk is not None else []
     figures["host_bandwidth"] = _host_bandwidth(figures)
-    share = 1.0 if emulated else bench.cpu_share(chosen)
+    share = (
+        1.0
+        if emulated
+        else believed_share(bench.cpu_share(chosen), chosen, {n: figure.value for n, figure in rates.items()})
+    )
     found = Measurement(figures, rates, chosen, share, beside=by_threads)
     if on_disk is not None:
         notes.append(unexplained(figures, found.profile(base_profile(device), "")))

@@ -190,6 +190,17 @@ def test_figures() -> None:
     assert written == ["45.6 GB/s", "1 B/s", "20 µB/s", "0.003 µB/s", "0 B/s"]
 
 
+@pytest.mark.parametrize(
+    ("share", "threads", "rate", "believed"),
+    [(1 / 16, 16, 6.8, 1.0), (0.5, 4, 1.9, 0.5), (0.97, 16, 6.8, 0.97)],
+)
+def test_cpu_time_that_the_system_does_not_count_is_no_other_program_s(
+    share: float, threads: int, rate: float, believed: float
+) -> None:
+    assert measure.believed_share(share, threads, {1: 1.0, threads: rate}) == believed
+    assert measure.believed_share(share, threads, {threads: rate}) == share, "of one thread nothing is known"
+
+
 def remarks(spread: float = 0.0, cpu_share: float = 1.0, cores: int = 8, **environment: str) -> str:
     rate = Figure(1e9, spread)
     figures = {"cpu_update_rate": rate, "h2d_bandwidth": rate, "host_bandwidth": rate}
