@@ -149,7 +149,9 @@ def _explained(group: Results) -> str:
     same, free = plans["adaptive", "ratio"], plans["adaptive", "trace"]
 
     def saved(slow: Outcome, fast: Outcome) -> str:
-        return f"{_update_s(slow) - _update_s(fast):.2f} s"
+        """Seconds less, or more."""
+        seconds = round(_update_s(slow) - _update_s(fast), 2)
+        return f"{abs(seconds):.2f} s {'less' if seconds >= 0 else 'more'}"
 
     def placed(o: Outcome) -> str:
         return f"{o.resident} resident, {o.streamed} streamed, {o.on_cpu} on the CPU; {_busiest(o)}"
@@ -157,12 +159,12 @@ def _explained(group: Results) -> str:
     return "\n".join(
         [
             "- From DeepSpeed's loop to our engine, with the same placements: ZeRO-Offload's update takes"
-            f" {saved(loop, ratio)} less, the paper's {saved(dos, stride)}. No bookkeeping per subgroup, no second pass"
+            f" {saved(loop, ratio)}, the paper's {saved(dos, stride)}. No bookkeeping per subgroup, no second pass"
             " over the gradients, parameters that leave while the CPU goes on: implementation, not policy.",
-            f"- The paper's stride in our engine, against no streaming ({_busiest(ratio)}): {saved(ratio, stride)} less"
+            f"- The paper's stride in our engine, against no streaming ({_busiest(ratio)}): {saved(ratio, stride)}"
             f" ({placed(stride)}).",
-            f"- Adaptive with the same memory: {saved(stride, same)} less ({placed(same)}).",
-            f"- Adaptive with the memory that the trace leaves free: another {saved(same, free)} less ({placed(free)})."
+            f"- Adaptive with the same memory: {saved(stride, same)} ({placed(same)}).",
+            f"- Adaptive with the memory that the trace leaves free: another {saved(same, free)} ({placed(free)})."
             " What is resident loads no lane but the GPU.",
         ]
     )
