@@ -143,7 +143,7 @@ def test_a_profile_without_weights_shares_as_an_h200_and_an_h100_did(
     name: str, measured: tuple[float, float, float]
 ) -> None:
     """Host DRAM traffic of CPU updates and copies both ways at once, of bytes/s."""
-    profile = HardwareProfile.load(next(RESULTS.glob(f"nvidia-{name}-*/profile.json")))
+    profile = HardwareProfile.load(RESULTS / f"nvidia-{name}-2026-11-26" / "profile.json")
     demands = profile.cpu_update_rate * 28, profile.h2d_bandwidth, profile.d2h_bandwidth
     speeds = lane_speeds(dict(zip((CPU, H2D, D2H), demands, strict=True)), profile)
     found = [demand * speeds[lane] for lane, demand in zip((CPU, H2D, D2H), demands, strict=True)]
