@@ -51,7 +51,7 @@ class BitSums:
         flat = pieces[0].record.flat
         kernel = bits_kernel(flat.device)
         # A table for each of the two streams that send it.
-        self._ways = [_ByTorch(flat) if kernel is None else _ByKernel(flat, kernel) for _ in range(2)]
+        self._ways: list[_Way] = [_ByTorch(flat) if kernel is None else _ByKernel(flat, kernel) for _ in range(2)]
         self._parts: dict[Piece, _Part] = {}
         first = 0
         for piece in pieces:
