@@ -222,11 +222,8 @@ def measure(
             figures |= stage()
         notes = [on_disk.note()] if on_disk is not None else []
     figures["host_bandwidth"] = _host_bandwidth(figures)
-    share = (
-        1.0
-        if emulated
-        else believed_share(bench.cpu_share(chosen), chosen, {n: figure.value for n, figure in rates.items()})
-    )
+    by_count = {n: figure.value for n, figure in rates.items()}
+    share = 1.0 if emulated else believed_share(bench.cpu_share(chosen), chosen, by_count)
     found = Measurement(figures, rates, chosen, share, beside=by_threads)
     if on_disk is not None:
         notes.append(unexplained(figures, found.profile(base_profile(device), "")))

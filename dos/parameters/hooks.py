@@ -86,7 +86,7 @@ class Attachment:
         self._ran: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         """Modules that were seen to run."""
         self._whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Those of them that read the parameters of all modules below, as a compiled one does."""
+        """Modules that read the parameters of all modules below when they run, as a compiled one does."""
         self._gathered: set[int] = set()
         """The ids of parameters that were seen to be gathered."""
         self._captured: set[int] = set()
