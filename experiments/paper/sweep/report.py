@@ -5,18 +5,17 @@ The words are those of `results.template.md`, beside this file.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.command import markdown
-from experiments.paper.published import MEASURED_AS_BEST, Cases, Prediction, left_out, summary
+from experiments.paper.published import MEASURED_AS_BEST, Cases, left_out, summary
 from experiments.paper.runs import PublishedRun, grouped, median_of
 from experiments.paper.sweep.compare import Comparison, Results, Series, Table, compare, save_speedups, tick
-from experiments.paper.sweep.predict import KEYS_OF_RUNS, STATE_BYTES, Outcome, Predictor
+from experiments.paper.sweep.predict import STATE_BYTES, Outcome, Predictor
 from experiments.paper.sweep.spec import Configuration, Sweep
 from experiments.paper.zero3 import Mode
 from experiments.plots import save_timelines
@@ -72,7 +71,6 @@ def report(found: Found, predictor: Predictor, cases: Cases) -> str:
         lanes="\n".join(lanes),
         point_errors=markdown(point_error_table(comparisons)),
         errors=markdown(error_table(cases)),
-        speedups=markdown(speedup_table(cases["model"], ("h100", "a100_bound"))),
         **_speedups(comparisons, found),
         **_memory(predictor),
         **_interleaving(found, predictor),
@@ -191,7 +189,6 @@ def _interleaving(found: Found, predictor: Predictor) -> dict[str, Any]:
     dos = next(o for c, o in sizes.items() if (c.policy, c.subgroup_size) == ("dos", largest))
     resident = [str(c.ranks) for c, o in found["data_parallel"][1].items() if o.resident == o.subgroups]
     return {
-        "interleavings": markdown(interleaving_table(known, predictor)),
         "least_gain": min(item.gain for item in known),
         "most_gain": max(item.gain for item in known),
         "pairs": len(known),
@@ -276,19 +273,6 @@ def _errors(simulated: Sequence[float | None], published: Sequence[float | None]
     return [abs(s / p - 1) for s, p in zip(simulated, published, strict=True) if s is not None and p is not None]
 
 
-def speedup_table(predictions: Mapping[str, Sequence[Prediction]], machines: Iterable[str]) -> Table:
-    """Each interleaved run of some machines: published and simulated speedup of the iteration over ZeRO-Offload."""
-    lines = [["machine", "model", "ratio", "stride", "published", "simulated", "error"]]
-    for machine in machines:
-        for p in predictions[machine]:
-            r = p.published.run
-            if r.mode is Mode.DOS and p.speedups:
-                published, simulated = p.speedups
-                cells = [machine, p.published.model, f"{r.cpu_ratio:g}", str(r.stride)]
-                lines.append([*cells, f"{published:.2f}×", f"{simulated:.2f}×", f"{simulated / published - 1:+.1%}"])
-    return lines
-
-
 @dataclass(frozen=True)
 class Interleaving:
     """Published runs of one configuration: all updates on the CPU with asynchronous gradients, and interleaved."""
@@ -322,28 +306,3 @@ def interleavings(runs: Sequence[PublishedRun]) -> list[Interleaving]:
         interleaved = (r for r in same if r.run.mode is Mode.DOS)
         found += [Interleaving(cpu, of_stride) for _, of_stride in grouped(interleaved, lambda r: r.run.stride) if cpu]
     return found
-
-
-def interleaving_table(found: Sequence[Interleaving], predictor: Predictor) -> Table:
-    """The doubtful ones, with what is simulated of them, of the adaptive policy with what the trace leaves free."""
-    lines = [
-        [
-            "machine, model",
-            *("ranks", "micro-batches", "stride", "CPU-only, s", "interleaved, s", "gain"),
-            *("update saved, s", "backward added, s", "simulated gain", "adaptive over CPU-only"),
-        ]
-    ]
-    for item in sorted(found, key=lambda item: item.gain):
-        if item.doubtful:
-            r = item.interleaved[0]
-            values = {key: of(r) for key, of in KEYS_OF_RUNS.items()} | {"memory": "trace"}
-            cpu, dos, ours = (
-                predictor.outcome(Configuration.of(values | {"policy": policy})).iteration_s or math.nan
-                for policy in ("async_grad_only", "dos", "adaptive")
-            )
-            promised = [f"{cpu / seconds - 1:+.1%}" for seconds in (dos, ours)]
-            cells = [f"{r.machine_class}, {r.model}", *map(str, (r.ranks, r.run.micro_batches, r.run.stride))]
-            cells += [f"{median_of(runs, 'iteration_s'):.2f}" for runs in (item.cpu, item.interleaved)]
-            cells += [f"{item.gain:+.1%}", f"{item.saved_s('update_s'):.2f}", f"{-item.saved_s('backward_s'):+.2f}"]
-            lines.append([*cells, *promised])
-    return lines
