@@ -1,5 +1,7 @@
 """A module's `_parameters`, from which code reads its parameters, and `_apply`, by which it moves.
 
+Recurrent layers have a list of their weights besides, and weak references to these.
+
 Torch 2.6 to 2.13.
 
 Modules have no hook for either. FSDP2 replaces parameters in the same way (`_fsdp_param.py`, `unsafe_setattr_param`).
@@ -147,8 +149,12 @@ def exchange(module: nn.Module, name: str, parameter: Tensor) -> None:
     # order while a block runs.
     if type(module).__setattr__ is nn.Module.__setattr__:
         vars(module)["_parameters"][name] = parameter
-    else:  # nn.GRU, for one, has a list of its weights besides
-        setattr(module, name, parameter)
+        return
+    setattr(module, name, parameter)  # nn.GRU, for one, has a list of its weights besides
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        # On a GPU the next forward would copy weights that are not those of the last one into memory of their own.
+        references: list[Any] = module._flat_weight_refs
+        references[module._flat_weights_names.index(name)] = weakref.ref(parameter)
 
 
 def tensors_in(arguments: Any) -> list[Tensor]:

@@ -112,6 +112,20 @@ def test_an_exchanged_parameter_is_the_one_that_the_module_uses(module: nn.Modul
     assert torch.isnan(found if isinstance(found, torch.Tensor) else found[0]).any(), CHANGED
 
 
+def test_an_exchanged_weight_of_a_recurrent_layer_is_not_moved_by_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[nn.RNNBase]()  # on a GPU each gives the weights other memory
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda self: calls.append(self))
+    module = nn.LSTM(3, 3)
+    assert calls == [module], CHANGED
+    for name, parameter in own_parameters(module).items():
+        exchange(module, name, nn.Parameter(parameter.detach().clone()))
+    module(torch.ones(2, 3))
+    assert calls == [module]
+    module.weight_hh_l0 = nn.Parameter(torch.ones(12, 3))
+    module(torch.ones(2, 3))
+    assert calls == [module, module], CHANGED
+
+
 def test_a_module_that_refuses_to_move_has_copies_that_move() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
 
