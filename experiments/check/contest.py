@@ -56,8 +56,8 @@ class Effort:
     learning: int = 0
 
 
-SUBGROUPS = {Size.TINY: 8, Size.SMALL: 16, Size.FULL: 50}
-"""Of the model; the bound is meant for 50 and more."""
+SUBGROUPS = {Size.TINY: 8, Size.SMALL: 16, Size.FULL: 20}
+"""Of the model: at full size about as many as DOSAdam chooses on an H200."""
 EFFORTS = {
     Size.TINY: Effort(warm_up=1, timed=1, updates=1, rounds=1),
     Size.SMALL: Effort(warm_up=2, timed=2, updates=2, rounds=2),

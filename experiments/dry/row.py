@@ -20,7 +20,8 @@ from typing import Any
 
 from experiments.dry.machines import SETTINGS, Costs, Machine, Setting, machine
 
-SUBGROUPS = 50
+SUBGROUPS, OF_CONTEST = 20, 50
+"""Of the model: about as many as DOSAdam chooses on an H200, and as the contest had on the machines."""
 PROGRAM = """import sys
 sys.path[:0] = sys.argv[1:3]
 if sys.argv[1] != sys.argv[2]:  # an editable installation looks for its own dos before sys.path
@@ -103,7 +104,8 @@ class _Trained:
         self._beliefs: dict[Setting, dict[str, Any]] = {}
         config = CONFIG if row.layers is None else dataclasses.replace(CONFIG, layers=row.layers, width=64, heads=1)
         self.model = dry_gpt(torch.device(gpu.KIND, 0), config=config)
-        self._size = -(-self.model.numel // SUBGROUPS)
+        self._subgroups = OF_CONTEST if row.contest else SUBGROUPS
+        self._size = -(-self.model.numel // self._subgroups)
         self._budget = 0
         self._policies: dict[Setting, Any] = {}
         self._switch = Switch(self.machine.profile)
@@ -133,7 +135,8 @@ class _Trained:
     def turn(self, setting: Setting, warm_up: int, steps: int) -> None:
         """Train under a setting; iterations that count come last."""
         # As in the contest: half a subgroup more than the whole ones that fit.
-        self._budget = int((round((setting.share or 0.0) * SUBGROUPS) + 0.5) * setting.format.state_bytes * self._size)
+        share = round((setting.share or 0.0) * self._subgroups) + 0.5
+        self._budget = int(share * setting.format.state_bytes * self._size)
         self._switch.choose(self._policy(setting))
         if self.attach and not self._attached:
             how: dict[str, Any] = {} if self.row.updates == "step" else {"updates": self.row.updates}
