@@ -161,7 +161,10 @@ class Answers:
         """Seconds by which a plan makes the iteration longer at least, by sums of work."""
         key = division, on_cpu
         if key not in self._least:
-            self._least[key] = self._floor.seconds(self._plan(division, on_cpu))
+            counted = self._floor.counts_suffice
+            self._least[key] = (
+                self._floor.seconds_of(*key) if counted else self._floor.seconds(self._plan(division, on_cpu))
+            )
         return self._least[key]
 
     def _busy_s(self, workload: Workload, choice: Choice) -> float:

@@ -85,7 +85,6 @@ class Balance:
         speeds = speeds_by_busy_lanes({lane: typical[stream].rate for lane, stream in lanes}, profile)
         self._speeds = np.stack([speeds, _in_turn(speeds, typical)])
         """Speeds of the lanes by which of them are busy: with several slots, and with one."""
-        self._bits = 1 << np.arange(len(lanes))
 
     def exposed(self, divisions: Sequence[Division]) -> np.ndarray:
         """Seconds by which the update makes an iteration longer: a row for each division of memory.
@@ -264,18 +263,21 @@ class Balance:
 
     def _worn_down(self, piles: np.ndarray, kind: np.ndarray) -> np.ndarray:
         """Seconds after which each lane has no work left. kind: of speeds, by row."""
-        left, now, ends = piles, np.zeros(piles.shape[:-1]), np.zeros_like(piles)
-        for _ in range(piles.shape[-1]):
+        # The lanes are the first axis meanwhile, over which sums and the least take a fraction of the time.
+        left = np.ascontiguousarray(np.moveaxis(piles, -1, 0))
+        now, ends, by_lane = np.zeros(left.shape[1:]), np.zeros_like(left), np.moveaxis(self._speeds, -1, 0)
+        for _ in left:
             busy = left > 0
-            speeds = self._speeds[kind, busy @ self._bits]
+            among = sum(lane.astype(np.intp) << number for number, lane in enumerate(busy))
+            speeds = by_lane[:, kind, among]
             needed = np.where(busy, left / speeds, np.inf)
-            step = needed.min(axis=-1, keepdims=True)
+            step = needed.min(axis=0)
             through = needed <= step
-            step = np.where(np.isfinite(step), step, 0.0)
-            now = now + step[..., 0]
+            step[np.isinf(step)] = 0.0
+            now = now + step
             left = np.where(through, 0.0, np.maximum(left - speeds * step, 0.0))
-            ends = np.where(busy, now[..., None], ends)
-        return ends
+            ends = np.where(busy, now, ends)
+        return np.moveaxis(ends, 0, -1)
 
 
 def _in_turn(speeds: np.ndarray, typical: dict[Stream, Demand]) -> np.ndarray:

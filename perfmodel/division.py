@@ -41,6 +41,14 @@ class Division:
     blocks: frozenset[int] = frozenset()
     streams: bool = True
 
+    def counts(self, subgroups: int, on_cpu: int) -> dict[Placement, int]:
+        """The number of subgroups by placement in `plan`, of so many in all; none where that is 0."""
+        resident = min(len(self.residents), subgroups - on_cpu)
+        streamed = (subgroups - resident - on_cpu) * self.streams
+        found = {Placement.GPU_RESIDENT: resident, Placement.GPU_STREAMED: streamed}
+        found[Placement.CPU] = subgroups - resident - streamed
+        return {placement: count for placement, count in found.items() if count}
+
     def plan(self, workload: Workload, on_cpu: int) -> Plan:
         """The plan with this number of subgroups on the CPU.
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from perfmodel.bounds import least_speeds, prices
 from perfmodel.demand import demands, operation_demand
+from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, Stream
 from perfmodel.plan import Placement, Plan
@@ -54,25 +55,45 @@ class Floor:
         self._prices = np.column_stack([worth, most]).tolist()
         self._fill_s = max(d[Stream.PREFETCH].seconds for d in each)
 
+    @property
+    def counts_suffice(self) -> bool:
+        """Whether all subgroups are alike, so that a plan's bound follows from its counts."""
+        return len(self._kinds) == 1
+
     def seconds(self, plan: Plan) -> float:
         """Seconds by which the plan makes the iteration longer, at least."""
+        counts = [_counted(plan, members) for members, _ in self._kinds]
+        return self._seconds(counts, plan.slots, plan.activation_bytes, plan.blocks_on_device)
+
+    def seconds_of(self, division: Division, on_cpu: int) -> float:
+        """The same for the plan of a division where `counts_suffice`."""
+        counts = division.counts(len(self._workload.subgroups), on_cpu)
+        return self._seconds([counts], division.slots, division.activation_bytes, division.blocks)
+
+    def _seconds(
+        self, counts: Sequence[dict[Placement, int]], slots: int, activation_bytes: int, blocks: frozenset[int]
+    ) -> float:
+        """counts: subgroups by placement, for each kind."""
         work, profile = self._workload, self._profile
-        cpu = up = down = gpu = early = turns = 0.0
-        for members, sums in self._kinds:
-            for placement, count in _counted(plan, members).items():
+        cpu = up = down = gpu = early = turns = streamed = 0.0
+        for of_kind, (_, sums) in zip(counts, self._kinds, strict=True):
+            streamed += of_kind.get(Placement.GPU_STREAMED, 0)
+            for placement, count in of_kind.items():
                 a, b, c, d, e, f = sums[placement]
                 cpu, up, down, gpu = cpu + count * a, up + count * b, down + count * c, gpu + count * d
                 early, turns = early + count * e, turns + count * f
-        before, called, slots = self._backward_s, self._ahead_s, plan.slots
-        filled = 0.0 if work.returns or not before else min(slots, plan.placements.count(Placement.GPU_STREAMED))
-        filled *= self._fill_s
+        before, called = self._backward_s, self._ahead_s
+        slots = min(slots, round(streamed)) if not work.returns else slots
+        filled = 0.0 if work.returns or not before else slots * self._fill_s
         found = before + self._forward_s + gpu
         if turns and slots:
             found = max(found, before + (turns - filled) / slots)
         if self._forward_s:
-            down += sum(saved.nbytes for saved in work.moved(plan.activation_bytes)) / profile.d2h_bandwidth
-            away = sorted(block.nbytes for b, block in enumerate(work.blocks) if b not in plan.blocks_on_device)
-            up += sum(away[:-WEIGHT_WINDOW]) / profile.h2d_bandwidth
+            if activation_bytes:
+                down += sum(saved.nbytes for saved in work.moved(activation_bytes)) / profile.d2h_bandwidth
+            if work.blocks:
+                away = sorted(block.nbytes for b, block in enumerate(work.blocks) if b not in blocks)
+                up += sum(away[:-WEIGHT_WINDOW]) / profile.h2d_bandwidth
         for of_cpu, of_up, of_down, most in self._prices:
             ahead = filled * of_up + early * of_down + min(cpu, called) * of_cpu
             ahead = min(ahead, (before - called) * most + called)

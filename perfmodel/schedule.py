@@ -10,7 +10,7 @@ from perfmodel.builder import ScheduleBuilder
 from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, issued_after, memory_freed
 from perfmodel.plan import Placement, Plan
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.tasks import CPU, DEVICE, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
+from perfmodel.tasks import CPU, DEVICE, DISK, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import Workload
@@ -35,17 +35,20 @@ def schedule(
             f"{len(workload.blocks)} blocks, which count from 0"
         )
     loads, overlapped = workload.subgroups, scope.backward in (Phase.OVERLAPPED, Phase.UPDATED)
-    streaming = workload.streaming(plan.blocks_on_device)
+    streaming, on_disk = workload.streaming(plan.blocks_on_device), plan.on_disk
     found = [
         SubgroupState(
-            plan.stays(i),
+            DISK if i in on_disk else placement.stays,
             HOST if load.returned_bytes else DEVICE,
             load.numel,
-            load.returned_bytes or (None if overlapped and i not in plan.on_disk else load.gradient_bytes),
+            load.returned_bytes or (None if overlapped and i not in on_disk else load.gradient_bytes),
             load.parameter_bytes,
-            streams=i in streaming,
+            (),
+            None,
+            0,
+            i in streaming,
         )
-        for i, load in enumerate(loads)
+        for i, (load, placement) in enumerate(zip(loads, plan.placements, strict=True))
     ]
     made, backward = ScheduleBuilder(plan, workload, found), tuple[int, ...]()
     weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None

@@ -254,7 +254,10 @@ class Workload:
 
         With the last blocks alone, or the first, simulated iterations take up to 29% longer where links are scarce.
         """
-        return frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
+        if count not in self._staying:
+            found = frozenset((2 * j + 1) * len(self.blocks) // (2 * count) for j in range(count))
+            self._staying[count] = found
+        return self._staying[count]
 
     def block_counts(self, free: float) -> range:
         """Numbers of blocks that may stay where this much device memory is free for weights; at least one number."""
@@ -264,18 +267,44 @@ class Workload:
 
     def streaming(self, on_device: Collection[int]) -> frozenset[int]:
         """The subgroups whose weights are on the host if those of these blocks are on the device."""
-        streamed = (block for b, block in enumerate(self.blocks) if b not in on_device)
-        return frozenset(i for block in streamed for i in range(block.start, block.stop))
+        return self._of_blocks(on_device)[0]
 
     def weight_bytes(self, on_device: Collection[int]) -> int:
         """Device memory for weights if those of these blocks stay and the others have a window."""
-        streamed = sorted(block.nbytes for b, block in enumerate(self.blocks) if b not in on_device)
-        return sum(self.blocks[b].nbytes for b in on_device) + sum(streamed[-WEIGHT_WINDOW:])
+        return self._of_blocks(on_device)[1]
+
+    def _of_blocks(self, on_device: Collection[int]) -> tuple[frozenset[int], int]:
+        key = frozenset(on_device)
+        if key not in self._by_blocks:
+            streamed = [block for b, block in enumerate(self.blocks) if b not in key]
+            subgroups = frozenset(i for block in streamed for i in range(block.start, block.stop))
+            window = sum(sorted(block.nbytes for block in streamed)[-WEIGHT_WINDOW:])
+            self._by_blocks[key] = subgroups, sum(self.blocks[b].nbytes for b in key) + window
+        return self._by_blocks[key]
 
     def moved(self, activation_bytes: int) -> tuple[SavedTensors, ...]:
         """The tensors saved first that fit into this number of bytes: they move to the host."""
-        sums = accumulate(each.nbytes for each in self.activations)
-        return tuple(each for each, nbytes in zip(self.activations, sums, strict=True) if nbytes <= activation_bytes)
+        if activation_bytes not in self._moved:
+            sums = list(accumulate(each.nbytes for each in self.activations))
+            self._moved[activation_bytes] = self.activations[: bisect(sums, activation_bytes)]
+        return self._moved[activation_bytes]
+
+    # Remembered, because a planner asks for each division of memory, and each plan that it simulates.
+    @functools.cached_property
+    def _staying(self) -> dict[int, frozenset[int]]:
+        return {}
+
+    @functools.cached_property
+    def _by_blocks(self) -> dict[frozenset[int], tuple[frozenset[int], int]]:
+        return {}
+
+    @functools.cached_property
+    def _moved(self) -> dict[int, tuple[SavedTensors, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _rooms(self) -> dict[int, int]:
+        return {}
 
     def peak_free(self, activation_bytes: int) -> float:
         """Device memory free at the peak when these bytes of saved tensors move."""
@@ -291,8 +320,12 @@ class Workload:
         return self.shared_free_bytes <= self.peak_free_bytes
 
     def _gained(self, activation_bytes: int) -> int:
-        now, least = (peak_room(self.activations, n) for n in (activation_bytes, self.activation_least_bytes))
-        return max(0, now - least)
+        if not self.activations:
+            return 0
+        if activation_bytes not in self._rooms:
+            now, least = (peak_room(self.activations, n) for n in (activation_bytes, self.activation_least_bytes))
+            self._rooms[activation_bytes] = max(0, now - least)
+        return self._rooms[activation_bytes]
 
     def has_room(self, plan: Plan) -> bool:
         """Whether there is memory for all that a plan has on the device, and for saved tensors that it moves."""
