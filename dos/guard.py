@@ -113,8 +113,8 @@ def _holding(
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return holding(self, *args, **kwargs)
-        if guarded and thread.ours:
-            raise _misplaced(method)  # the lock's owner may be waiting for this thread
+        if guarded and (thread.ours or thread.within):
+            raise _misplaced(method)  # the lock's owner, or what it waits for, may be waiting for this thread
         outermost = thread.main and not held.inside
         try:
             if outermost:
@@ -125,6 +125,12 @@ def _holding(
                     raise _misplaced(method)
                 if accepted and (self.guard.lost or self.guard.phase not in accepted):
                     _check(self, method, accepted)
+                if not guarded:
+                    before, thread.within = thread.within, True
+                    try:
+                        return method(self, *args, **kwargs)
+                    finally:
+                        thread.within = before
                 if not enters:
                     return method(self, *args, **kwargs)
                 try:

@@ -23,11 +23,12 @@ class _Held:
 
     inside: whether such a call runs. came: the signals that came meanwhile, in order, each once, with the program's
     handler and the frame of the first. numbers: the signals whose handlers are looked at in each call. replaced: those
-    whose handlers are ours now.
+    whose handlers are ours now. ended: how many such calls have ended.
     """
 
     def __init__(self) -> None:
         self.inside = False
+        self.ended = 0
         self.came: dict[int, tuple[Handler, FrameType | None]] = {}
         self.numbers = tuple(int(getattr(signal, name)) for name in _COMMON)
         self.replaced: set[int] = set()
@@ -37,12 +38,17 @@ held = _Held()
 
 
 class Thread(threading.local):
-    """Facts of the present thread. main: whether handlers run on it. ours: whether this package has started it."""
+    """Facts of the present thread.
+
+    main: whether handlers run on it. ours: whether this package has started it. within: whether it has a lock of an
+    object of ours that is no optimizer, such as a device.
+    """
 
     def __init__(self) -> None:
         present = _present_thread()
         self.main = present is threading.main_thread()
         self.ours = present.name.startswith("dos-")
+        self.within = False
 
 
 def _present_thread() -> threading.Thread:
@@ -76,7 +82,15 @@ class _Later:
 
 def hold() -> None:
     """Begin the outermost call of the main thread."""
-    held.inside = True
+    ended = -1
+    # A handler that runs before `inside` is set may make calls of its own, whose ends put the program's handlers back.
+    while ended != held.ended:
+        ended, held.inside = held.ended, False
+        _replace()
+        held.inside = True
+
+
+def _replace() -> None:
     for number in held.numbers:
         handler = _signal.getsignal(number)
         if type(handler) is not _Later and callable(handler):  # neither the system's nor one made in C
@@ -88,7 +102,7 @@ def look_at_all() -> None:
     """Hold rarely used signals back, too, from now on. It takes 5 us."""
     if held.inside and thread.main:
         held.numbers += tuple(n for n in _ALL if n not in held.numbers and callable(_signal.getsignal(n)))
-        hold()
+        _replace()
 
 
 def let_go(*, restore: bool) -> None:
@@ -96,6 +110,7 @@ def let_go(*, restore: bool) -> None:
 
     restore: put the program's handlers back; else they are called through ours until a call puts them back.
     """
+    held.ended += 1
     try:
         for number in tuple(held.replaced) if restore else ():
             handler = _signal.getsignal(number)

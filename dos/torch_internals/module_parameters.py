@@ -25,8 +25,11 @@ class Watcher(Protocol):
     def before_reading(self, parameters: Iterable[Any]) -> None:
         """Wait until these may be read and written. Entries may be None."""
 
-    def before_reading_all(self, parameters: Iterable[Any]) -> None:
-        """Do the same where all are listed, as for a state dict, which few modules do in their forward."""
+    def before_reading_all(self, parameters: Iterable[Any]) -> dict[int, Tensor] | None:
+        """Do the same where all are listed, as for a state dict, which few modules do in their forward.
+
+        Returns the parameters to list in the place of others, by the ids of these; None: those that there are.
+        """
 
 
 class _WaitingParameters(dict[str, Any]):
@@ -67,14 +70,17 @@ def _wrapped(name: str, *, reads: bool, writes: bool) -> Callable[..., Any]:
     lists = name in ("items", "values")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        others = None
         if reads:
             for watcher in tuple(self.watchers):
                 if lists:
-                    watcher.before_reading_all(dict.values(self))
+                    others = watcher.before_reading_all(dict.values(self)) or others
                 else:
                     watcher.before_reading(dict.values(self))
         if writes:
             self._changed = True
+        if others is not None:
+            return method({key: others.get(id(p), p) for key, p in dict.items(self)})
         return method(self, *args, **kwargs)
 
     return call
@@ -124,6 +130,17 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     found = vars(module).get("_parameters")
     # Scripted modules have none, or a view of parameters in C++, which is no dict.
     return dict(dict.items(found) if isinstance(found, dict) else module.named_parameters(recurse=False))
+
+
+def own_parameter(module: nn.Module, name: str) -> Any:
+    """Return the module's own parameter of this name, without waiting; None if it has none."""
+    found = vars(module).get("_parameters")
+    return dict.get(found, name) if isinstance(found, dict) else own_parameters(module).get(name)
+
+
+def child_of(module: nn.Module, name: str) -> nn.Module | None:
+    """Return the module's own submodule of this name; None if it has none."""
+    return module._modules.get(name)
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dos.devices import Caller, Copy, Device, Job
 from dos.state.arena import Arena, aligned
+from dos.state.own_storage import overlap_with
 from dos.torch_internals.module_parameters import exchange
 from dos.torch_internals.tensors import storage_address, version_counter
 from dos.weights.blocks import Member
@@ -131,26 +132,13 @@ class Block:
         pairs = ((m.parameter, self.places[id(m.parameter)]) for m in self.members if self.places)
         return [p for p, place in pairs if _layout(p) != _layout(place) or self._former.is_back(p)]
 
-    def take_replaced(self) -> None:
-        """Copy the values of `replaced` parameters to the memory that updates and transfers use, and give them that.
-
-        No work in flight may use either. Raises RuntimeError, with nothing changed, where it cannot have the values.
-        """
-        found = [(p, self.places[id(p)]) for p in self.replaced()]
-        for p, place in found:
-            if p.shape != place.shape or p.dtype != place.dtype:
-                raise RuntimeError(
-                    f"a parameter has got other memory, as by p.data = ..., of {p.dtype} and shape {tuple(p.shape)}, "
-                    f"and its weights began to stream as {place.dtype} of shape {tuple(place.shape)}; give it memory "
-                    "of that type and shape, or build a new model and a new optimizer"
-                )
-        for p, place in found:
-            place.copy_(self._former.take(p, place))
-            self._former.give(p, place)
-        # Masters follow, copies that were fetched are stale, and backward refuses graphs from before.
-        pairs = ((m.parameter, copy) for m, copy in zip(self.members, self.copies, strict=True))
-        changed = {id(p) for p, _ in found}
-        torch.autograd.graph.increment_version([each for pair in pairs if id(pair[0]) in changed for each in pair])
+    def give_back(self, parameter: Tensor, place: Tensor, values: Tensor) -> None:
+        """Give a parameter whose memory was replaced its place again, with these values."""
+        place.copy_(self._former.take(parameter, place, values))
+        self._former.give(parameter, place)
+        # Masters follow, a copy that was fetched is stale, and backward refuses graphs from before.
+        copy = next(c for m, c in zip(self.members, self.copies, strict=True) if m.parameter is parameter)
+        torch.autograd.graph.increment_version([parameter, copy])
 
     @property
     def storage(self) -> int:
@@ -277,6 +265,27 @@ class Block:
                     "memory, and its weights stream: what is written there is lost; write to it between step() and the "
                     "next forward, or attach the model without weights="
                 )
+
+
+def take_replaced(blocks: Iterable[Block]) -> None:
+    """Copy the values of `replaced` parameters to the memory that updates and transfers use, and give them that.
+
+    No work in flight may use either. Raises RuntimeError, with nothing changed, where it cannot have the values.
+    """
+    found = [(block, p, block.places[id(p)]) for block in blocks for p in block.replaced()]
+    for _, p, place in found:
+        if p.shape != place.shape or p.dtype != place.dtype:
+            raise RuntimeError(
+                f"a parameter has got other memory, as by p.data = ..., of {p.dtype} and shape {tuple(p.shape)}, "
+                f"and its weights began to stream as {place.dtype} of shape {tuple(place.shape)}; give it memory "
+                "of that type and shape, or build a new model and a new optimizer"
+            )
+    # Where user code has exchanged weights, the memory of one is the place of another, which is written below. That
+    # of `p.data.t()` is its own place in another order.
+    lies_in_place = overlap_with(place for *_, place in found)
+    values = {id(p): p.detach().clone() if lies_in_place(p) else p.detach() for _, p, _ in found}
+    for block, p, place in found:
+        block.give_back(p, place, values[id(p)])
 
 
 def _layout(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dos.parameters.watching import check_hooks, latest_watcher
 from dos.torch_internals.modes import is_compiled
-from dos.torch_internals.module_parameters import own_parameters
+from dos.torch_internals.module_parameters import child_of, own_parameter, own_parameters, parameters_of
 from dos.weights.block import Block
 
+Links = list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]]
+"""Modules, each with a name and the module below it of this name; weak, for hooks of the model refer to them."""
 
-def check_homes(block: Block) -> None:
-    """Raise RuntimeError if user code has replaced parameters of a block, or has unfrozen some; see `check_hooks`."""
+
+def links_of(module: nn.Module, block: Block) -> Links:
+    """Return how the modules that have the block's parameters are reached from the block's module."""
+    holders = {each for member in block.members for each, _ in member.places}
+    reached = {each for each in module.modules() if not holders.isdisjoint(each.modules())}
+    return [
+        (weakref.ref(parent), name, weakref.ref(child))
+        for parent in reached
+        for name, child in parent.named_children()
+        if child in reached
+    ]
+
+
+def are_linked(links: Links) -> bool:
+    """Return whether all modules are where they were."""
+    for parent, name, child in links:  # in each forward of each block
+        above, below = parent(), child()
+        if above is None or below is None or child_of(above, name) is not below:
+            return False
+    return True
+
+
+def check_homes(module: nn.Module, block: Block, links: Links) -> Links:
+    """Raise RuntimeError if user code has replaced or moved parameters of a block, or has unfrozen some.
+
+    module: the block's. links: see `links_of`; those of now are returned. See `check_hooks`, too.
+    """
+    linked = are_linked(links)
+    now = {} if linked else _places_in(module)
     for member in block.members:
         check_hooks(member.parameter)
         if member.parameter.requires_grad and not member.trained:
@@ -23,12 +54,36 @@ def check_homes(block: Block) -> None:
                 f"a parameter of shape {tuple(member.parameter.shape)} requires gradients, and did not when its weights"
                 " began to stream; call optimizer.attach(model, weights=...) again"
             )
-        for module, name in member.places:
-            if own_parameters(module).get(name) is not member.parameter:
-                raise RuntimeError(
-                    f"{type(module).__name__}.{name} is another parameter than when its weights began to stream; load "
-                    "weights without assign=True, or build the optimizer anew and call attach(weights=...) again"
-                )
+        for place, name in member.places:
+            if own_parameter(place, name) is not member.parameter:
+                _raise_replaced(module, member.parameter, f"{type(place).__name__}.{name}")
+        for place, name in now.get(id(member.parameter), set()).difference(member.places):
+            _raise_replaced(module, member.parameter, f"{type(place).__name__}.{name}")
+    return links if linked else links_of(module, block)
+
+
+def _places_in(module: nn.Module) -> dict[int, set[tuple[nn.Module, str]]]:
+    """Return where the parameters within a module are, by their ids."""
+    found = defaultdict[int, set[tuple[nn.Module, str]]](set)
+    for each in module.modules():
+        for name, parameter in own_parameters(each).items():
+            found[id(parameter)].add((each, name))
+    return found
+
+
+def _raise_replaced(module: nn.Module, parameter: Tensor, place: str) -> NoReturn:
+    """Raise for a parameter that a block had in this place, or has there now."""
+    if any(parameter is each for each in parameters_of(module)):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} has got another place in its block than when its weights "
+            f"began to stream ({place}), as after pruning or remove_parametrizations(); call "
+            "optimizer.attach(model, weights=...) again"
+        )
+    raise RuntimeError(
+        f"{place} is another parameter than when its weights began to stream; load weights without assign=True, give "
+        "functional_call() and torch.export a copy.deepcopy() of the model, or build the optimizer anew and call "
+        "attach(weights=...) again"
+    )
 
 
 def check_optimizer(module: nn.Module, block: Block, watcher: Any) -> None:

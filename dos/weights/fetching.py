@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dos.devices import Device, Job, Mark
-from dos.weights.block import Block, OnDevice
+from dos.weights.block import Block, OnDevice, take_replaced
 from perfmodel.workload import WEIGHT_WINDOW
 
 _MOST_JOBS = 1000
@@ -121,16 +121,20 @@ class Fetching:
     def take_replaced(self, block: Block) -> None:
         """Take over the values of parameters of the block whose memory user code has replaced.
 
-        Raises RuntimeError if an update was lost with the former memory, and as `Block.take_replaced`.
+        Raises RuntimeError if an update was lost with the former memory, and as the `take_replaced` of blocks.
         """
-        found = block.replaced()
-        if found:
-            # As `WeightStream.before_reading`, within a call of the optimizer.
-            self.release_unused(block)
-            block.finish_reading()
-            watcher = self.watcher
-            if watcher is not None:
-                watcher.finish_homes_within(found)
-            block.take_replaced()
-            if watcher is not None:
-                watcher.relocated({id(p): block.places[id(p)] for p in found})
+        if not block.replaced():
+            return
+        # Of all blocks at once: the memory of one may be the place of another's, as where user code exchanges weights.
+        found = {each: each.replaced() for each in self.blocks if each is block or not each.running}
+        found = {each: parameters for each, parameters in found.items() if parameters}
+        # As `WeightStream.before_reading`, within a call of the optimizer.
+        for each in found:
+            self.release_unused(each)
+            each.finish_reading()
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.finish_homes_within([p for parameters in found.values() for p in parameters])
+        take_replaced(found)
+        if watcher is not None:
+            watcher.relocated({id(p): each.places[id(p)] for each, parameters in found.items() for p in parameters})

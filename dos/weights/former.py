@@ -37,8 +37,8 @@ class FormerMemory:
         now = StorageWeakRef(p.untyped_storage())
         return next((values for storage, values in self._kept[id(p)] if storage == now), None)
 
-    def take(self, p: Tensor, place: Tensor) -> Tensor:
-        """Return the values that the parameter is to have, in memory of their own.
+    def take(self, p: Tensor, place: Tensor, values: Tensor) -> Tensor:
+        """Return the values that the parameter is to have: these, or those from before if its memory was put back.
 
         `place`, in which the values of before are, is about to be overwritten.
         """
@@ -49,5 +49,4 @@ class FormerMemory:
             kept.append((given, place.detach().to("cpu", copy=True)))  # the device may have no memory for it
         if kept and before is None:
             self._kept[id(p)] = kept
-        # A clone: the new memory may be the old one in another order, as that of `p.data.t()`.
-        return p.detach().clone() if before is None else before
+        return values if before is None else before

@@ -20,7 +20,7 @@ from dos.torch_internals.module_parameters import tensors_in
 from dos.torch_internals.tensors import converted_from
 from dos.weights.backward import BackwardHooks
 from dos.weights.block import Block
-from dos.weights.checks import check_compiled, check_homes, check_optimizer
+from dos.weights.checks import check_compiled, check_homes, check_optimizer, links_of
 from dos.weights.copies import Copies
 from dos.weights.fetching import Fetching
 from dos.weights.order import UseOrder
@@ -47,6 +47,7 @@ class ForwardHooks:
         self._device, self._fetching, self._order = device, fetching, order
         self._copies, self._backward = copies, backward
         self._lock = lock
+        self._links = {block: links_of(module, block) for module, block in of.items()}
         self._plain = weakref.WeakSet(module for module in of if not is_compiled(module))
         """The modules of blocks that were not compiled when they were hooked."""
         self._running = 0
@@ -131,7 +132,8 @@ class ForwardHooks:
         if not (self._running or block.running or in_backward()):
             self._begin_alone(block)
         if not block.running:
-            check_homes(block)  # here, as user code may call a block by itself, by torch.func.functional_call
+            # Here, as user code may call a block by itself, by torch.func.functional_call.
+            self._links[block] = check_homes(module, block, self._links[block])
             if not in_backward():
                 check_optimizer(module, block, self._fetching.watcher)
                 self._fetching.take_replaced(block)

@@ -19,7 +19,7 @@ from dos.state.host_tensor import HostTensor
 from dos.state.record import ParameterRecord
 from dos.torch_internals.module_parameters import move_buffers, parameters_of
 from dos.torch_internals.tensors import share_gradient_hooks
-from dos.weights.block import Block, OnDevice
+from dos.weights.block import Block, OnDevice, take_replaced
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.host_room import check_host_room
 from dos.weights.stream import WeightStream, stream_of
@@ -66,6 +66,8 @@ class WeightHomes:
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
         self._check_state(model, [[m.parameter for m in mine] for mine in members.values()])
+        if before is not None:
+            before.take_replaced()  # one by one below: the memory of one may be the home of another
         stays = spread(len(members), staying(self.amount, len(members)))
         streams = [mine for number, mine in enumerate(members.values()) if number not in stays]
         self._enrol(members.values(), streams, groups)
@@ -247,7 +249,7 @@ class WeightHomes:
 
     def _put(self, block: Block, *, streams: bool) -> None:
         """Move a block's weights home, or into the memory of its copies, from wherever they are."""
-        block.take_replaced()
+        take_replaced([block])
         records = [r for r in (self._registry.record(m.parameter) for m in block.members) if r is not None]
         # First, because the move ends the comparison of bits, which alone shows a write that raises no version.
         look_at_bits((record, record.local) for record in records)
@@ -304,7 +306,7 @@ class WeightHomes:
     def take_replaced(self, parameters: Iterable[Tensor]) -> None:
         """Take over the values of parameters whose memory user code has replaced, of the blocks that have any of these.
 
-        Raises RuntimeError, see `Block.take_replaced`.
+        Raises RuntimeError, see the `take_replaced` of blocks.
         """
         known = {id(m.parameter): block for block in self.stream.blocks for m in block.members}
         for block in dict.fromkeys(known[id(p)] for p in parameters if id(p) in known):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,6 +153,11 @@ class WeightStream:
         for block in self.blocks:
             self.fetching.release(block)
 
+    def take_replaced(self) -> None:
+        """Take over the values of all parameters whose memory user code has replaced; see `Fetching.take_replaced`."""
+        for block in self.blocks:
+            self.fetching.take_replaced(block)
+
     def forget_interrupted(self) -> None:
         """Forget what a backward that raised has left: copies in use, and gradients on copies."""
         self.backward.forget_interrupted()
@@ -209,14 +215,18 @@ class _Reading:
     def __init__(self, stream: WeightStream, parameters: Sequence[Tensor], block: Block | None) -> None:
         self._stream, self._parameters, self._block = weakref.ref(stream), parameters, block
 
-    def before_reading_all(self, parameters: Iterable[Tensor | None]) -> None:
+    def before_reading_all(self, parameters: Iterable[Tensor | None]) -> dict[int, Tensor] | None:
         stream, block = self._stream(), self._block
         # As where user code handles Ctrl-C: what it writes to copies is lost.
         if stream is not None and block is not None and stream.forward.is_interrupted(block):
             stream.end_forwards(block)
         self.before_reading(parameters)
+        if block is None or block.thread == threading.get_ident() or in_backward():
+            return None
+        # Copies that another thread lists, which saves or logs, lose their memory when the block has run.
+        return {id(copy): member.parameter for copy, member in zip(block.copies, block.members, strict=True)}
 
-    def before_reading(self, _: Iterable[Tensor | None]) -> None:
+    def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
         stream, block = self._stream(), self._block
         if stream is None or (block is not None and block.running):
             return
@@ -224,7 +234,8 @@ class _Reading:
         if block is not None and torch.is_grad_enabled() and in_backward():
             stream.backward.lend(block)
         else:
-            stream.before_reading(self._parameters, block)
+            # Those that the module has now, too: parametrizations that are removed move parameters.
+            stream.before_reading([*self._parameters, *(p for p in parameters if p is not None)], block)
 
 
 def _copies_of(parameters: Sequence[Tensor]) -> dict[int, Tensor]:

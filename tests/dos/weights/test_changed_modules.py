@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.host_tensor import HostTensor
@@ -108,6 +109,70 @@ def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], 
         steps(model, optimizer, 2)
         if ours:
             optimizer.synchronize()
+        ends.append([p.detach() for p in model.parameters()])
+    assert_close_ulp(*ends, 256)
+
+
+class Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def put_in(block: nn.Module) -> None:
+    parametrize.register_parametrization(block, "weight", Half())
+
+
+def take_out(block: nn.Module) -> None:
+    parametrize.remove_parametrizations(block, "weight")
+
+
+def mask(block: nn.Module) -> None:
+    prune.l1_unstructured(block, "weight", amount=0.5)
+
+
+def end_mask(block: nn.Module) -> None:
+    prune.remove(block, "weight")
+
+
+@pytest.mark.parametrize("weights", [0, 6])
+@pytest.mark.parametrize(("first", "then"), [(put_in, take_out), (mask, end_mask), (lambda block: None, put_in)])
+def test_a_weight_that_has_another_place_in_its_block_is_read_and_followed_by_attach(
+    first: Callable[[nn.Module], object], then: Callable[[nn.Module], object], weights: int
+) -> None:
+    ends = []
+    for ours in (True, False):
+        model = Blocks()
+        first(model.blocks[1])
+        optimizer: Any = streaming(model, policy="cpu") if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
+        if ours:
+            optimizer.attach(model, weights=weights, blocks=model.blocks)
+        steps(model, optimizer, 0)
+        then(model.blocks[1])
+        read = [model.blocks[1].weight.detach().clone()]
+        if ours:
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="has got another place in its block than when its weights"):
+                    model(batch(9))
+            optimizer.attach(model, weights=weights, blocks=model.blocks)
+        steps(model, optimizer, 2)
+        ends.append([*read, *(p.detach() for p in model.parameters())])
+    assert_close_ulp(*ends, 256)
+
+
+def test_modules_around_a_weight_change_nothing() -> None:
+    ends = []
+    for ours in (True, False):
+        model = Blocks()
+        model.blocks[2] = nn.Sequential(model.blocks[2], nn.Tanh())
+        optimizer: Any = streaming(model) if ours else torch.optim.AdamW(model.parameters(), lr=0.01)
+        if ours:
+            optimizer.attach(model, weights=0, blocks=model.blocks)
+        steps(model, optimizer, 0)
+        model.blocks[2][0] = nn.Sequential(model.blocks[2][0], nn.Identity())
+        steps(model, optimizer, 2)
         ends.append([p.detach() for p in model.parameters()])
     assert_close_ulp(*ends, 256)
 

@@ -7,6 +7,7 @@ import gc
 import pickle
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -409,6 +410,28 @@ def test_a_block_that_lists_its_parameters_while_it_runs_has_copies() -> None:
     loss(model, 0).backward()
     optimizer.step()
     assert found == [True]
+
+
+def test_another_thread_that_lists_parameters_while_a_block_runs_has_the_weights() -> None:
+    """As one that saves or logs. The copies lose their memory when the block has run, and to read it is a fault."""
+    model, found = net(), list[list[int]]()
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    named = dict(model.named_parameters())
+
+    def look(*_: object) -> None:
+        for read in (
+            lambda: [*map(id, model.parameters())],
+            lambda: [*map(id, model.state_dict(keep_vars=True).values())],
+        ):
+            thread = threading.Thread(target=lambda read=read: found.append(read()))
+            thread.start()
+            thread.join()
+
+    model.blocks[2].out.register_forward_hook(look)
+    loss(model, 0)
+    buffers = {id(each) for each in model.buffers()}
+    assert [[key for key in each if key not in buffers] for each in found] == [[*map(id, named.values())]] * 2
 
 
 def test_frozen_blocks_are_freed_as_others_are() -> None:

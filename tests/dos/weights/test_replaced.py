@@ -57,7 +57,20 @@ def frozen(model: Any) -> None:
     model.blocks[3].both.weight.data = model.blocks[3].both.weight.data + 0.1
 
 
-WAYS = (clone, halve, merge, from_vector, set_source, share, frozen)
+def exchange(model: Any) -> None:
+    """The memory of each is where another one's values are to be."""
+    weights = [block.out.weight for block in model.blocks]
+    memory = [weight.data for weight in weights]
+    for weight, other in zip(weights, memory[1:] + memory[:1], strict=True):
+        weight.data = other
+
+
+def turn(model: Any) -> None:
+    model.blocks[1].out.weight.data = model.blocks[1].out.weight.data.t()
+    model.blocks[1].out.weight.data = model.blocks[1].out.weight.data.contiguous()
+
+
+WAYS = (clone, halve, merge, exchange, from_vector, set_source, turn, share, frozen)
 WHEN = ("before forward", "before step", "after step")
 MODES: list[tuple[torch.dtype, Any, Any]] = [
     (torch.float32, 0, "cpu"),
@@ -127,6 +140,22 @@ def test_with_moments_in_codes_on_disk_and_planned(
 def test_it_is_trained_as_by_adamw(dtype: torch.dtype, weights: Any, policy: Any, when: str) -> None:
     found = run(dtype, lambda model: start(model, weights, policy=policy), when)
     assert bits(found) == bits(expected(dtype, when))
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+def test_weights_that_were_exchanged_are_taken_over_where_the_model_is_attached_again(weights: int) -> None:
+    model = net(torch.float32, blocks=4)
+    optimizer = start(model, weights)
+    loss(model, 0).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    before = [block.out.weight.clone() for block in model.blocks]
+    exchange(model)
+    torch.utils.swap_tensors(model.blocks[0].out.bias, model.blocks[1].out.bias)
+    biases = [block.out.bias.clone() for block in model.blocks]
+    optimizer.attach(model, weights=weights)
+    assert bits(block.out.weight for block in model.blocks) == bits(before[1:] + before[:1])
+    assert bits(block.out.bias for block in model.blocks) == bits(biases)
 
 
 @pytest.mark.parametrize("weights", [0, 6])
