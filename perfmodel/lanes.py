@@ -1,4 +1,12 @@
-"""Discrete events over lanes: which task runs when, given streams, dependencies and shared host DRAM bandwidth."""
+"""Discrete events over lanes: which task runs when, given streams, dependencies and shared host DRAM bandwidth.
+
+A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest, then
+the one issued first. The CPU takes, of its tasks that are ready, the one issued first, so that none waits for what
+another one lacks; the engine has the same rule (`dos.step.turns`). Activations and weights go before state, and
+interrupt it: a device lets them in where a piece of state ends, of 32 MiB, which is taken as no time (on an H200 it was
+3% of what was queued before). A copy beside one in the other direction runs at the duplex rate, and whatever touches
+host DRAM shares it by `sharing.shared_speeds`.
+"""
 
 from __future__ import annotations
 
@@ -128,13 +136,6 @@ def run_tasks(
     tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
         by number, that must have ended, besides its predecessor in the stream if that is in order.
     known: speeds under this profile that other runs have found; this one adds to them.
-
-    A lane serves one task at a time: among the streams whose next task is ready, the one that has been ready longest,
-    then the one issued first. The CPU takes, of its tasks that are ready, the one issued first, so that none waits for
-    what another one lacks; the engine has the same rule (`dos.step.turns`). Activations and weights go before state,
-    and interrupt it: a device lets them in where a piece of state ends, of 32 MiB, which is taken as no time (on an
-    H200 it was 3% of what was queued before). A copy beside one in the other direction runs at the duplex rate, and
-    whatever touches host DRAM shares it by `sharing.shared_speeds`.
     """
     if not tasks:
         return [], []
@@ -147,8 +148,7 @@ def run_tasks(
     start, end = [math.nan] * len(waits), [math.nan] * len(waits)
     speeds_of = {} if known is None else known
     running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
-    now, busy, interrupted = 0.0, list[int](), dict[int, float]()
-    free = list(range(len(LANES)))  # those that may begin something
+    now, busy, free = 0.0, list[int](), list(range(len(LANES)))  # free: those that may begin something
     while True:
         for lane in free:
             stream, other, first, second = _FED[lane]
@@ -158,7 +158,6 @@ def run_tasks(
             if ready[first] < infinite:
                 stream, since, held = first, ready[first], running[lane]
                 if held >= 0 and stream_of[held] not in _URGENT:  # it waits, and goes on before others
-                    interrupted.setdefault(held, start[held])
                     seconds[held], ready[stream_of[held]] = left[lane], -1.0
                     running[lane] = -1
                     busy.remove(lane)
@@ -167,20 +166,18 @@ def run_tasks(
             if since < infinite and running[lane] < 0:
                 ready[stream] = infinite
                 running[lane] = task = heappop(turns) if stream == _TURNS else queues[stream][-1]
-                left[lane], demands[lane], start[task] = seconds[task], demand[task], now
+                left[lane], demands[lane] = seconds[task], demand[task]
+                if start[task] != start[task]:  # not a number: it was not interrupted
+                    start[task] = now
                 busy.append(lane)
         if not busy:
-            for task, since in interrupted.items():
-                start[task] = since
             return start, end
         key = tuple(demands)
         speeds = speeds_of.get(key)
         if speeds is None:
             speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
         step = min([left[lane] / speeds[lane] for lane in busy])
-        now += step
-        least = step * 1e-12
-        free = []
+        now, least, free = now + step, step * 1e-12, []
         for lane in busy:
             left[lane] -= step * speeds[lane]
             if left[lane] <= least:
@@ -204,13 +201,11 @@ def run_tasks(
                     ready[stream] = now
             for waiting in dependents[task]:
                 waits[waiting] -= 1
-                if waits[waiting]:
-                    continue
                 stream = stream_of[waiting]
+                if waits[waiting] or (stream != _TURNS and queues[stream][-1] != waiting):
+                    continue
                 if stream == _TURNS:
                     heappush(turns, waiting)
-                elif queues[stream][-1] != waiting:
-                    continue
                 ready[stream] = now
                 free.append(_FEEDS[stream])
 
