@@ -48,6 +48,7 @@ _COST = attrgetter("cost")
 AMPLE: dict[str, Any] = {
     "peak_free_bytes": math.inf,
     "shared_free_bytes": math.inf,
+    "half_freed_bytes": None,
     "passing_bytes": 0,
     "activation_least_bytes": 0,
     "activation_host_bytes": math.inf,

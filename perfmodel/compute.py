@@ -70,10 +70,14 @@ def issued_after(workload: Workload) -> int | None:
 def memory_freed(plan: Plan, workload: Workload, slots: int) -> tuple[int, ...]:
     """By slot, the number of pieces of backward, one a subgroup, whose end frees memory for it; 0: it is free before.
 
-    Free memory grows evenly during backward, from the bytes beside resident state at the peak to those while updating.
+    By `Workload.half_freed_bytes`. Where that is not known, free memory grows evenly during backward, from the bytes
+    beside resident state at the peak to those while updating.
     """
     held = workload.state_bytes_of(plan.served(Placement.GPU_RESIDENT)) + workload.weight_bytes(plan.blocks_on_device)
     spare, pieces = workload.peak_free(plan.activation_bytes) - held, len(workload.backward_runs)
+    if workload.half_freed_bytes is not None:
+        fits = workload.staging_bytes(slots) <= spare + workload.half_freed_bytes
+        return (-(-pieces // 2) if fits else pieces,) * slots
     update = min(workload.update_free_bytes, workload.shared_free(plan.activation_bytes) - held)
     gained, found = update - spare, list[int]()
     for slot in range(slots):

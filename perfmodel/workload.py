@@ -118,6 +118,9 @@ class Workload:
     blocks_least, blocks_most: of them that stay on the device.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
     in_backward: whether a subgroup is updated as soon as backward has completed its gradients, not after backward.
+    half_freed_bytes: device memory that is free in all of backward's second half, beyond that at the peak. Slots that
+        fit into both are filled from its half on, all or none, others as backward ends. None: not known, and memory is
+        freed evenly in all of backward.
     ahead_s: seconds before the end of backward at which the host issues the step: from then on the CPU updates what has
         arrived. 0: the host is no faster than the device, or waits for it.
 
@@ -143,6 +146,7 @@ class Workload:
     micro_batches: int = 1
     in_backward: bool = False
     ahead_s: float = 0.0
+    half_freed_bytes: float | None = None
 
     def __post_init__(self) -> None:
         if not self.subgroups:
@@ -153,7 +157,8 @@ class Workload:
             raise ValueError(f"micro_batches must be 1 or more, found {self.micro_batches}")
         if self.blocks:
             self._check_blocks()
-        for name in ("forward_s", "backward_s", "ahead_s", *free, *host):
+        known = () if self.half_freed_bytes is None else ("half_freed_bytes",)
+        for name in ("forward_s", "backward_s", "ahead_s", *free, *host, *known):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
         for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):

@@ -76,6 +76,10 @@ class Forecast:
         self._falls: deque[int] = deque(maxlen=REMEMBERED)
         self._backward: _Fall | None = None
         self._late: _Fall | None = None
+        self._late_left: int | None = None
+        """The least that the second half of this backward has left, as marks count it."""
+        self._gains: deque[int] = deque(maxlen=REMEMBERED)
+        """By how much recent second halves have left more than the peak, of backwards in which they were sampled."""
         self._total = 0
         self._extra = 0
         self._least_free: int | None = None
@@ -119,6 +123,8 @@ class Forecast:
         if late:
             self._late = _Fall.of(self._late, free + held)
         left = free + held + others
+        if late:
+            self._late_left = left if self._late_left is None else min(left, self._late_left)
         self._sampled[phase] = min(left, self._sampled.get(phase, left))
         if phase is not Op.UPDATE:
             self._missed.sample(held)
@@ -174,6 +180,8 @@ class Forecast:
                     REMEMBERED_AFTER_FAILURE,
                 )
             self._marks.append(now)
+            if self._late_left is not None:
+                self._gains.append(max(0, self._late_left - _peak(now)))
             self._missed.end_iteration(_peak(self._sampled), int(MARGIN * self._total))
             self._others.append(self._others_now or 0)
         fall = self._late or self._backward
@@ -182,7 +190,7 @@ class Forecast:
         if self._lasting is not None:
             mark, iterations = self._lasting
             self._lasting = (mark, iterations - 1) if iterations > 1 else None
-        self._sampled, self._others_now, self._backward, self._late = {}, None, None, None
+        self._sampled, self._others_now, self._backward, self._late, self._late_left = {}, None, None, None, None
         self._least_free, self._failed_at, self._watch_for_lasting = None, None, False
 
     def room(self) -> Room:
@@ -221,6 +229,11 @@ class Forecast:
             yield left[-1] - max(0, fall), "because free memory falls in each iteration" if fall > 0 else beside
         if self._lasting is not None:
             yield self._lasting[0], "because training ran out of memory lately"
+
+    @property
+    def half_freed(self) -> int | None:
+        """Bytes by which the second half of backward leaves more than the peak of the iteration; None: not known."""
+        return min(self._gains, default=None)
 
     def late_room(self) -> int:
         """Return the bytes that state may use until backward ends, by the memory that its second half has left so far.

@@ -192,7 +192,12 @@ class MemoryMonitor:
         free = self.reading.memory.free + self._held()
         self.withheld = _withheld(free, limits) if resident < state else ()
         beyond = 0 if update_overlaps_forward else int(update - resident) // slot * slot
-        return {"peak_free_bytes": resident, "shared_free_bytes": resident + max(0, beyond)}
+        found: dict[str, Any] = {"peak_free_bytes": resident, "shared_free_bytes": resident + max(0, beyond)}
+        freed = self.forecast.half_freed
+        if freed is not None:
+            late = min(update, peak + freed)
+            found["half_freed_bytes"] = max(0, int(late - resident) // slot * slot)
+        return found
 
     @exclusive
     def _room(self) -> Room:

@@ -317,6 +317,7 @@ def why_changed(
     for what, then, since in (
         ("memory for state", size_of(before.peak_free_bytes), memory),
         ("memory for the update", size_of(before.shared_free_bytes), size_of(now.shared_free_bytes)),
+        ("memory in the second half of backward", _late(before), _late(now)),
         ("forward", _ms(before.forward_s), _ms(now.forward_s)),
         ("backward", _ms(before.backward_s), _ms(now.backward_s)),
         ("the time from the step's issue to the end of backward", _ms(before.ahead_s), _ms(now.ahead_s)),
@@ -331,6 +332,11 @@ def why_changed(
         else "saved tensors, weights or memory of the host have changed"
     )
     return ", ".join(reasons) or other
+
+
+def _late(work: Workload) -> str:
+    """Return the memory that slots may share with resident state before backward ends, as text."""
+    return "unknown" if work.half_freed_bytes is None else size_of(work.peak_free_bytes + work.half_freed_bytes)
 
 
 @functools.lru_cache(maxsize=8)

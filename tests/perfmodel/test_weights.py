@@ -143,6 +143,19 @@ def test_backward_frees_no_more_memory_for_slots_than_state_shares_while_updatin
     assert memory_freed(plan, scarce, 2) == (2, 4)
 
 
+def test_slots_are_filled_from_half_of_backward_on_where_all_fit_into_what_its_second_half_leaves() -> None:
+    """Of five pieces the third is past the half, and the last one the end of backward."""
+    load = dataclasses.replace(work(5), backward_s=5.0, peak_free_bytes=0.0, half_freed_bytes=2 * work(5).slot_bytes)
+    plan = Plan((S,) * 5, (0, 1, 2, 3, 4), 2)
+    assert memory_freed(plan, load, 2) == (3, 3)
+    assert memory_freed(plan, load, 3) == (5, 5, 5), "all or none"
+    beside = dataclasses.replace(load, peak_free_bytes=3 * load.slot_bytes, half_freed_bytes=0)
+    assert memory_freed(plan, beside, 2) == (3, 3), "not before half of backward, although they fit at the peak"
+    assert memory_freed(Plan((R, R, S, S, S), (0, 1, 2, 3, 4), 2), beside, 2) == (5, 5), "residents take the room"
+    with pytest.raises(ValueError, match="half_freed_bytes must be 0 or more, found -1"):
+        dataclasses.replace(load, half_freed_bytes=-1)
+
+
 def test_backward_frees_memory_for_slots_where_blocks_are_frozen() -> None:
     """For the first of two as the first piece of backward ends, which is a frozen block's; the second half way.
 

@@ -6,12 +6,13 @@ optimizer has issued.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -21,13 +22,23 @@ from dos import DOSAdam
 from dos.devices import Script
 from dos.planning.policies import Refinement
 from dos.step.issue import Step
-from experiments.bench.memory import CONFIG, DTYPE, ITERATIONS, Setting, bound_s, fixed_policies, settings, simulated_s
+from experiments.bench.memory import (
+    CONFIG,
+    DTYPE,
+    ITERATIONS,
+    SCOPE,
+    Setting,
+    bound_s,
+    fixed_policies,
+    settings,
+    simulated_s,
+)
 from experiments.bench.neighbours import Share, leak, noise, sawtooth, spike, step, wanted
 from experiments.gpt import GPT
-from experiments.paper.ranks import PublishedRank
+from experiments.paper.ranks import PublishedRank, Recording
 from experiments.training import Position
-from perfmodel import Op
-from perfmodel.simulate import serve
+from perfmodel import Op, Placement
+from perfmodel.simulate import makespan, serve
 from tests.support.inside import session_of
 from tests.support.training import FAST, ended_steps
 
@@ -58,6 +69,12 @@ def drawn_settings() -> dict[str, tuple[Setting, int]]:
 
 def trained(setting: Setting, iterations: int) -> list[float]:
     """Seconds of each iteration, of which the optimizer knows how long it computes."""
+    rank = setting.rank
+    return [rank.forward_s + lasts(each, rank) for each in steps_of(setting, iterations)]
+
+
+def steps_of(setting: Setting, iterations: int) -> list[Step]:
+    """The steps of these iterations."""
     rank, model = setting.rank, GPT(CONFIG, dtype=DTYPE)
     position = Position(model, moved=lambda: device.memory())
     neighbour = Script(setting.neighbour, lambda: position.iteration)
@@ -75,7 +92,7 @@ def trained(setting: Setting, iterations: int) -> list[float]:
         session_of(optimizer).decisions.pace.rest.seconds = rank.backward_s
     assert len(steps) == iterations
     assert device.peak_bytes <= device.capacity
-    return [rank.forward_s + lasts(each, rank) for each in steps]
+    return steps
 
 
 def lasts(step: Step, rank: PublishedRank) -> float:
@@ -85,11 +102,9 @@ def lasts(step: Step, rank: PublishedRank) -> float:
     return served if begun else rank.backward_s + served
 
 
-@functools.cache
-def seconds(name: str) -> tuple[float, float, float]:
-    """Of an iteration: adaptive, with the best fixed policy, and the bound."""
-    setting, n = SETTINGS[name]
-    mean = statistics.fmean if setting.changes else statistics.median
+@contextlib.contextmanager
+def virtual_time() -> Iterator[None]:
+    """Surround trainings that wait for nothing, by which no rate is corrected, and which sample at each gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Refinement, "correct", lambda refinement, believed, *_: believed)
         patch.setattr("dos.step.pace._Typical.add", lambda typical, measured: None)
@@ -98,6 +113,15 @@ def seconds(name: str) -> tuple[float, float, float]:
         )
         for share in ("SHARE_AT_FIRST", "SHARE_OF_TIME"):  # memory is sampled at each gradient, however long it takes
             patch.setattr(f"dos.planning.monitor.{share}", math.inf)
+        yield
+
+
+@functools.cache
+def seconds(name: str) -> tuple[float, float, float]:
+    """Of an iteration: adaptive, with the best fixed policy, and the bound."""
+    setting, n = SETTINGS[name]
+    mean = statistics.fmean if setting.changes else statistics.median
+    with virtual_time():
         adaptive_s = mean(trained(setting, n))
     return adaptive_s, simulated_s(setting, n, fixed_policies(setting, n)[0][1]), bound_s(setting, n)
 
@@ -123,3 +147,22 @@ def test_adaptive_is_no_slower_than_the_best_fixed_policy_and_near_the_bound(nam
 def test_in_most_scripts_adaptive_takes_at_most_a_tenth_more_than_the_bound() -> None:
     over = [adaptive_s / least_s for adaptive_s, _, least_s in map(seconds, QUICK)]
     assert statistics.median(over) <= MEDIAN_OVER_BOUND
+
+
+@pytest.mark.parametrize("peaks_at", ["end", "beginning"])
+def test_slots_are_filled_in_backward_where_the_plan_says_so(peaks_at: str) -> None:
+    """Half of the state fits at the peak, and four slots besides once that is over, where it is over in backward."""
+    rank = Setting.of(PublishedRank.read()).rank
+    state, peak = rank.loads.state_bytes, rank.recording.peak
+    low = peak - 5 * rank.loads.slot_bytes
+    backward = (low, low, low, peak) if peaks_at == "end" else (peak, low, low, low)
+    setting = Setting(
+        dataclasses.replace(rank, memory_bytes=peak + state // 2, recording=Recording((low,), backward, low))
+    )
+    with virtual_time():
+        *_, last = steps_of(setting, 5)
+    work, plan = last.iteration.workload, last.iteration.issued
+    assert work.half_freed_bytes == (0 if peaks_at == "end" else 5 * work.slot_bytes)
+    early = [task for task in last.schedule.tasks[: last.schedule.under_way] if task.op is Op.PREFETCH]
+    assert len(early) == (0 if peaks_at == "end" else plan.slots) < plan.placements.count(Placement.GPU_STREAMED)
+    assert lasts(last, setting.rank) == pytest.approx(makespan(plan, work, rank.profile, SCOPE), rel=0.02)

@@ -231,6 +231,28 @@ def test_in_the_second_half_of_backward_there_is_room_for_what_that_half_has_lef
     assert forecast.late_room() == 400 - SPARED
 
 
+def test_the_second_half_of_backward_frees_what_it_left_at_least_in_recent_iterations() -> None:
+    forecast = Forecast()
+    backward(forecast, [100, 200], [])
+    forecast.end_iteration()
+    assert forecast.half_freed is None, "nothing was sampled in its second half"
+    backward(forecast, [100, 200], [500, 450, 700])
+    forecast.end_iteration()
+    assert forecast.half_freed == 450 - 100
+    backward(forecast, [300], [250, 120])
+    forecast.end_iteration()
+    assert forecast.half_freed == 0, "memory peaked at its end"
+    for _ in range(REMEMBERED):
+        backward(forecast, [100], [])
+        forecast.end_iteration()
+    assert forecast.half_freed == 0, "as long as no other one was seen"
+    for _ in range(REMEMBERED):
+        forecast.sample(Op.BACKWARD, 100, 0, TOTAL, others=200)
+        forecast.sample(Op.BACKWARD, 150, 0, TOTAL, others=200, late=True)
+        forecast.end_iteration()
+    assert forecast.half_freed == 50, "what others have is no difference"
+
+
 def test_nothing_is_prefetched_early_while_it_is_remembered_that_the_user_ran_out() -> None:
     forecast = Forecast()
     for _ in range(2):

@@ -112,6 +112,25 @@ def test_slots_may_use_what_is_free_while_updating_unless_the_update_runs_on() -
     assert (beside.peak_free_bytes, beside.shared_free_bytes) == (4800, 4800)
 
 
+def test_slots_may_be_filled_in_backward_where_its_second_half_leaves_room_for_whole_ones() -> None:
+    device = Card(None)
+    monitor = monitor_of(device)
+
+    def iterate() -> Workload:
+        for phase, free in ((Op.BACKWARD, 4 * 1200 + 5), (Op.BACKWARD, 6 * 1200 + 1100), (Op.UPDATE, 9 * 1200)):
+            device.says = Memory(MARGIN_BYTES + free, TOTAL)
+            if free == 6 * 1200 + 1100:
+                monitor.spare_in_backward()
+            else:
+                monitor.enter(phase)
+        found = Workload(LOADS, **monitor.limits(LOADS, update_overlaps_forward=False))
+        monitor.end_iteration()
+        return found
+
+    assert iterate().half_freed_bytes is None
+    assert iterate().half_freed_bytes == 2 * 1200
+
+
 def budgeted(budget: Budget, free: int = 10_000 + MARGIN_BYTES) -> float:
     monitor = monitor_of(Card(None, free=free), budget)
     monitor.enter(Op.UPDATE)

@@ -285,6 +285,11 @@ def test_the_reason_of_a_change_is_what_is_different() -> None:
             machine,
             "memory for state went from 10.00 MiB to 1.00 MiB",
         ),
+        (
+            dataclasses.replace(before, half_freed_bytes=2**20),
+            machine,
+            "memory in the second half of backward went from unknown to 11.00 MiB",
+        ),
         (dataclasses.replace(before, backward_s=0.2), machine, "backward went from 0.0 ms to 200.0 ms"),
         (dataclasses.replace(before, peak_free_bytes=10 * 2**20 + 9), None, "measured steps corrected the rates"),
         (before, machine, "saved tensors, weights or memory of the host have changed"),
