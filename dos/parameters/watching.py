@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dos.torch_internals.tensors import hook_again, hooks_after_accumulation, tensor_address
+from dos.torch_internals.tensors import counts_gradients, hook_again, hooks_after_accumulation, tensor_address
 
 
 def hooks_of_others(leaf: Tensor) -> bool:
@@ -31,13 +31,22 @@ def first_hooked(leaves: Iterable[Tensor]) -> Tensor | None:
 
 
 def check_hooks(parameter: Tensor) -> None:
-    """Raise ValueError if user code has a hook on the parameter that reads `p.grad`, which a copy has in its place."""
+    """Raise ValueError if user code has a hook on the parameter for which a copy in its place has the gradient.
+
+    Such a hook reads `p.grad`, or counts the parameters that get a gradient.
+    """
     if hooks_of_others(parameter):
         raise ValueError(
             f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of "
             "register_post_accumulate_grad_hook(), which would find no p.grad: with weights= backward writes the "
             "gradient of a copy, which then moves to the host; use parameter.register_hook(), or "
             "optimizer.edit_gradients() before step()"
+        )
+    if counts_gradients(parameter):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of register_multi_grad_hook(), which "
+            "counts the parameters whose gradients backward writes: with weights= it writes that of a copy; use "
+            "mode='any', parameter.register_hook(), or optimizer.edit_gradients() before step()"
         )
 
 
@@ -131,7 +140,9 @@ class Watching:
 
         def report(written: Tensor) -> None:
             alive = reference()
-            if alive is not None:
+            if home is not None and not home.requires_grad:
+                written.grad = None  # frozen since the forward: autograd would drop the gradient of a plain parameter
+            elif alive is not None:
                 alive.gradient_ready(written if home is None else home, written)
 
         return leaf.register_post_accumulate_grad_hook(report)

@@ -58,6 +58,24 @@ def check_saved_tensors_hooks() -> None:
         )
 
 
+_compiling: Callable[[], object] = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+"""None: nothing is compiled; False: compiled code has called what is not traced. Torch 2.6 may not have it."""
+
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("PROXY", "FAKE", "FUNCTIONAL"))
+"""The modes of make_fx, export and linearize, of fake tensors, and of both."""
+
+
+def is_traced() -> bool:
+    """Return whether torch traces what runs, with tensors that may have no memory, or compiles what is around it."""
+    compiling, functorch = _compiling(), torch._C._functorch
+    return (
+        (compiling is not None and compiling is not False)
+        or torch._C._get_tracing_state() is not None
+        or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
+        or any(e.key() == functorch.TransformType.Functionalize for e in functorch.get_interpreter_stack() or ())
+    )
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Call `call` when the backward that runs, the innermost one, ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -101,6 +101,12 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def counts_gradients(parameter: Tensor) -> bool:
+    """Return whether a hook of `register_multi_grad_hook` waits for the gradients of other tensors, too."""
+    hooks = parameter._backward_hooks or {}
+    return any("register_multi_grad_hook.<locals>.get_inner_hook" in repr(hook) for hook in hooks.values())
+
+
 def hook_again(parameter: Tensor) -> None:
     """Let the tensor object that a swap has put behind the parameter call the parameter's hooks again.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dos.parameters.watching import check_hooks, latest_watcher
-from dos.torch_internals.modes import is_compiled
+from dos.torch_internals.modes import is_compiled, is_traced
 from dos.torch_internals.module_parameters import child_of, own_parameter, own_parameters, parameters_of
 from dos.weights.block import Block
 
@@ -108,6 +108,16 @@ def check_compiled(plain: Iterable[nn.Module]) -> None:
         raise RuntimeError(
             "a block whose weights stream was compiled after attach(), so that torch.compile would trace the hooks "
             "that fetch its weights; call optimizer.attach(model, weights=...) again, or compile blocks before it"
+        )
+
+
+def check_traced() -> None:
+    """Raise RuntimeError where torch traces a model, or compiles it with what is around its blocks."""
+    if is_traced():
+        raise RuntimeError(
+            "a model whose weights stream ran while torch traced or compiled it as a whole (torch.compile, export, "
+            "jit.trace, make_fx, torch.func.linearize, functionalize, fake tensors), and hooks that fetch weights "
+            "cannot be traced; trace copy.deepcopy(model), or compile blocks before attach()"
         )
 
 

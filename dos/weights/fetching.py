@@ -101,9 +101,9 @@ class Fetching:
         return found
 
     def finish_updates(self, block: Block) -> None:
-        """Finish the updates of all parameters of a block that is about to run."""
+        """Finish the updates of all parameters of a block that is about to run, or a part of it."""
         watcher = self.watcher
-        if watcher is not None and block.streams:
+        if watcher is not None:
             # Some are read without a module that runs, as where attention reads its projection. Their versions rise
             # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
             watcher.finish_within([m.parameter for m in block.members])

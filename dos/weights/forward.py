@@ -20,7 +20,7 @@ from dos.torch_internals.module_parameters import tensors_in
 from dos.torch_internals.tensors import converted_from
 from dos.weights.backward import BackwardHooks
 from dos.weights.block import Block
-from dos.weights.checks import check_compiled, check_homes, check_optimizer, links_of
+from dos.weights.checks import check_compiled, check_homes, check_optimizer, check_traced, links_of
 from dos.weights.copies import Copies
 from dos.weights.fetching import Fetching
 from dos.weights.order import UseOrder
@@ -79,6 +79,8 @@ class ForwardHooks:
     @hook
     def _begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
+        if any(block.streams for block in self._fetching.blocks):
+            check_traced()
         graph = torch.is_grad_enabled()
         if in_backward():  # the model itself is recomputed
             reentrant = graph and self._without_graph > 0
@@ -127,6 +129,8 @@ class ForwardHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Fetch a block that is about to run, and set its copies."""
         block = self.of[module]
+        if block.streams:
+            check_traced()
         if block.lent:
             block.use_homes()
         if not (self._running or block.running or in_backward()):
@@ -148,7 +152,8 @@ class ForwardHooks:
         else:
             self._fetching.use(block, self._order.following)
             self._order.use(block)
-        self._fetching.finish_updates(block)
+        if block.streams:
+            self._fetching.finish_updates(block)
         # Read here and not where a tensor is saved: within an operation autocast is always off.
         self._autocast = any(torch.is_autocast_enabled(copy.device.type) for copy in block.copies[:1])
         block.running += 1

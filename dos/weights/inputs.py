@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from dos.torch_internals.patches import replace_run_backward
 from dos.weights.parts import Graph, check_parts
@@ -35,22 +36,28 @@ def serve_inputs(copies_of: Callable[[Sequence[Tensor]], dict[int, Tensor]]) -> 
         accumulate_grad: bool,
     ) -> Any:
         rest = gradients, retain_graph, create_graph
-        copies = copies_of(inputs) if inputs else {}
+        leaves = tuple(map(_leaf, inputs))
+        copies = copies_of(leaves) if leaves else {}
         if not copies:
             return run_backward(outputs, *rest, inputs, allow_unreachable, accumulate_grad=accumulate_grad)
         found = run_backward(outputs, *rest, (*inputs, *copies.values()), True, accumulate_grad=accumulate_grad)
         if accumulate_grad:
             return found
         of_copies, graph = dict(zip(copies, found[len(inputs) :], strict=True)), Graph(outputs)
-        for p, g in zip(inputs, found, strict=False):
+        for p, g in zip(leaves, found, strict=False):
             if g is not None and of_copies.get(id(p)) is not None:
                 check_parts(p, copies[id(p)], graph)
-        result = tuple(_sum(g, of_copies.get(id(p)), p) for p, g in zip(inputs, found, strict=False))
+        result = tuple(_sum(g, of_copies.get(id(p)), p) for p, g in zip(leaves, found, strict=False))
         if not allow_unreachable and any(each is None for each in result):
             raise RuntimeError(_UNUSED)
         return result
 
     replace_run_backward(run)
+
+
+def _leaf(each: Any) -> Any:
+    """Return the parameter whose gradient this edge is, where it is one; else the same."""
+    return getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each
 
 
 def _sum(gradient: Tensor | None, of_copy: Tensor | None, parameter: Any) -> Tensor | None:

@@ -204,7 +204,7 @@ class WeightStream:
 
 
 class _Reading:
-    """Waits before a module's parameters are read, unless their block runs.
+    """Waits before a module's parameters are read, unless their block runs and streams.
 
     Backward that recomputes a part of a block, as with a checkpoint of a block's MLP, runs no hook of the block: its
     modules have the copies then until it ends, or until user code reads them otherwise.
@@ -228,7 +228,13 @@ class _Reading:
 
     def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
         stream, block = self._stream(), self._block
-        if stream is None or (block is not None and block.running):
+        if stream is None:
+            return
+        if block is not None and block.running:
+            # Where it stays its modules wait one by one as they run, and the block may read their weights before.
+            watcher = None if block.streams else stream.fetching.watcher
+            if watcher is not None:
+                watcher.finish_parameters(self._parameters, captured=False)
             return
         # Hooks of backward run without a graph, forwards that it recomputes with one.
         if block is not None and torch.is_grad_enabled() and in_backward():

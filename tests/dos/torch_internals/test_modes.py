@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from dos.torch_internals import modes
 from dos.torch_internals.modes import (
@@ -20,6 +23,7 @@ from dos.torch_internals.modes import (
     in_backward,
     is_compiled,
     is_profiled,
+    is_traced,
     keep_untraced,
     next_node,
     when_backward_ends,
@@ -174,3 +178,31 @@ def test_hooks_of_backward_see_whether_it_makes_a_graph() -> None:
     for create_graph in (False, True):
         torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
     assert seen == [False, True], CHANGED
+
+
+def test_tracing_is_seen() -> None:
+    found = []
+
+    def look(x: Tensor) -> Tensor:
+        found.append(is_traced())
+        return x + 1
+
+    x = torch.ones(2)
+    look(x)
+    torch.func.vmap(look)(x)
+    with FlopCounterMode(display=False):
+        look(x)
+    assert found == [False] * 3, CHANGED
+    ways: list[Any] = [
+        lambda: make_fx(look)(x),
+        lambda: torch.func.functionalize(look)(x),
+        lambda: torch.func.linearize(look, x),
+        lambda: torch.jit.trace(look, x, check_trace=False),
+    ]
+    for way in ways:
+        found.clear()
+        way()
+        assert any(found), CHANGED
+    with FakeTensorMode():
+        look(torch.ones(2))
+    assert found[-1], CHANGED

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.torch_internals.tensors import (
     base_of,
+    counts_gradients,
     has_storage,
     held_tensor,
     hook_again,
@@ -181,3 +182,13 @@ def test_a_storage_is_known_as_long_as_anything_has_it() -> None:
     assert not first.expired(), CHANGED
     del kept
     assert first.expired(), CHANGED
+
+
+def test_hooks_that_count_gradients_have_a_name() -> None:
+    p, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert not counts_gradients(p), CHANGED
+    p.register_hook(lambda g: g)
+    torch.autograd.graph.register_multi_grad_hook([p, other], lambda g: None, mode="any")
+    assert not counts_gradients(p), CHANGED
+    torch.autograd.graph.register_multi_grad_hook([p, other], lambda g: None)
+    assert all(map(counts_gradients, (p, other))), CHANGED

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
 from tests.support.activations import Net
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
 from tests.support.fake_ranks import fake_ranks
-from tests.support.training import FAST, bits, everything
+from tests.support.training import FAST, SLOW, bits, everything
+from tests.support.ways import Stack
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -140,6 +141,26 @@ def test_a_graph_from_before_a_step_is_recomputed_with_weights_that_are_read_pas
         return everything(model, optimizer)
 
     assert end(0) == end(2) == end(None)
+
+
+class Looks(nn.Module):
+    """Reads the weight of a module that runs later, past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.part(x * self.part.weight.norm()))
+
+
+def test_blocks_that_stay_wait_where_a_weight_is_read_before_its_module_runs() -> None:
+    """Modules wait one by one for updates, which run on into the forward."""
+
+    def run(weights: Any) -> list[bytes]:
+        return trained(Stack(Looks), weights, device=EmulatedDevice(SLOW, 10**8), steps=2, micro_batches=1)
+
+    assert run(1.0) == run("auto") == run(None)
 
 
 class Layers(nn.Module):

@@ -74,6 +74,20 @@ def test_hooks_that_would_find_no_gradient_in_the_parameter_are_refused() -> Non
     optimizer.step()
 
 
+def test_hooks_that_count_parameters_are_refused() -> None:
+    model = net()
+    optimizer = start(model, 3)
+    some, norms = [block.out.weight for block in model.blocks[:2]], list[Tensor]()
+    handle = torch.autograd.graph.register_multi_grad_hook(some, lambda gradients: norms.append(torch.ones(())))
+    with pytest.raises(ValueError, match=r"of a block has a hook of register_multi_grad_hook\(\), which counts"):
+        loss(model, 0)
+    handle.remove()
+    torch.autograd.graph.register_multi_grad_hook(some, lambda gradient: norms.append(gradient.norm()), mode="any")
+    loss(model, 0).backward()
+    optimizer.step()
+    assert len(norms) == 1
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_hooks_that_would_run_on_parts_of_a_gradient_are_refused(weights: Any) -> None:
     """Of parameters that are in the graph beside their copies: a hook that is not linear would give other values."""

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from dos.weights import inputs as inputs_of_backward
@@ -95,12 +97,17 @@ def through_some_inputs(model: nn.Module, found: Tensor) -> None:
     found.backward(inputs=list(model.parameters())[3:9])
 
 
+def through_edges(model: nn.Module, found: Tensor) -> list[Tensor]:
+    edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.parameters()]
+    return [*torch.autograd.grad(found, edges)]
+
+
 def through_grad(model: nn.Module, found: Tensor) -> list[Tensor]:
     return [*torch.autograd.grad(found, list(model.parameters()))]
 
 
 @pytest.mark.parametrize("weights", [0, 2])
-@pytest.mark.parametrize("way", [through_inputs, through_some_inputs, through_grad])
+@pytest.mark.parametrize("way", [through_inputs, through_some_inputs, through_grad, through_edges])
 def test_backward_of_chosen_parameters(way: Callable[..., list[Tensor] | None], weights: int) -> None:
     def end(weights: Any) -> list[bytes]:
         model = Stack(Parts)
@@ -248,6 +255,72 @@ def test_functional_transforms_that_take_no_hooks() -> None:
     with pytest.raises(RuntimeError, match=r"ran within torch.func.grad, vjp, jacrev or hessian"):
         torch.func.grad(lambda x: model.blocks[0](x).sum())(torch.ones(3, 16))
     train(model, optimizer, 1)
+
+
+class Traces:
+    """Ways in which torch traces a model, or compiles it with what is around its blocks."""
+
+    @staticmethod
+    def make_fx(model: nn.Module, x: Tensor) -> None:
+        make_fx(model)(x)
+
+    @staticmethod
+    def functionalize(model: nn.Module, x: Tensor) -> None:
+        torch.func.functionalize(model)(x)
+
+    @staticmethod
+    def jit(model: nn.Module, x: Tensor) -> None:
+        torch.jit.trace(model, x, check_trace=False)
+
+    @staticmethod
+    def fake_block(model: Any, x: Tensor) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.blocks[0](model.first(x))
+
+    @staticmethod
+    def compile(model: nn.Module, x: Tensor) -> None:
+        torch.compile(model, backend="eager")(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("way", [each for name, each in vars(Traces).items() if isinstance(each, staticmethod)])
+def test_a_model_that_is_traced(way: Any) -> None:
+    model, other = Stack(Parts), Stack(Parts)
+    optimizer, reference = start(model, 2), start(other, None)
+    with pytest.raises(RuntimeError, match=r"traced or compiled it as a whole .* trace copy\.deepcopy\(model\)"):
+        way(model, inputs(0, model))
+    train(model, optimizer, 1)
+    train(other, reference, 1)
+    assert everything(model, optimizer) == everything(other, reference)
+
+
+def test_functional_call_with_other_tensors() -> None:
+    model = Stack(Parts)
+    optimizer = start(model, 2)
+    for block in (0, 1):  # one that streams, and one that stays
+        name = f"blocks.{block}.one.weight"
+        with pytest.raises(RuntimeError, match=r"give functional_call\(\) and torch\.export a copy\.deepcopy"):
+            torch.func.functional_call(model, {name: torch.zeros(16, 16)}, (inputs(0, model),))
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+def test_blocks_that_are_frozen_between_forward_and_backward(weights: int) -> None:
+    """Autograd drops their gradients."""
+
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(Parts)
+        optimizer = start(model, weights)
+        for step in range(3):
+            found = loss(model, step)
+            model.blocks[:2].requires_grad_(step != 1)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.blocks.requires_grad_()
+        return everything(model, optimizer)
+
+    assert end(weights) == end(None)
 
 
 def test_a_model_is_saved_whole() -> None:
