@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dos.backward import Backward
-from dos.devices import Caller
+from dos.devices import Caller, ThreadJob
 from dos.guard import Guard
 from dos.options import Options
 from dos.parameters.admission import Group
@@ -179,10 +179,13 @@ class InBackward:
         self.issued: set[Piece] = set()
         self._registry, self._ledger, self._reconciler = registry, ledger, reconciler
         self._guard, self._rule = guard, rule
+        self._offloads = registry.offloaded.enabled
         self._runs: list[Run] = []
         self._learned = _NOTHING
         self._kept: dict[Tensor, Tensor] = {}
-        """Gradients that wait for `step()`, taken from `p.grad` when backward ended."""
+        """Gradients that wait for `step()`, taken from `p.grad` when backward ended; others may wait on the host."""
+        self._waits = False
+        """Whether any gradients wait."""
         self._parts: Parts | None = None
         self._settings_before: list[Any] = []
         self._forget()
@@ -201,6 +204,7 @@ class InBackward:
         self._updated: set[ParameterRecord | None] = set()
         """The records of which any piece is in `issued`."""
         self.complete, self.issued, self._parts, self._ledger.held = [], set(), None, None
+        self._waits = False
 
     # Which backward is a step.
 
@@ -226,12 +230,14 @@ class InBackward:
         if not run.began or not run.updates:
             return
         self.unended = True
+        self._waits = bool(self.offloaded)
         if run.alone:  # else some gradients were not counted
             late = {p for p, times in run.read.items() if times == run.times.get(p)}
             self._learned = Learned(run.times, self._learned.late | late)
         for p in parameters:
             if id(p) in self.members and p.grad is not None:
                 self._kept[p], p.grad = p.grad, None
+                self._waits = True
 
     def fail(self, run: Run, error: BaseException) -> None:
         """End a backward that has raised, even as it began. If it has updated anything, the optimizer is broken."""
@@ -274,7 +280,7 @@ class InBackward:
 
     def check_whole(self) -> None:
         """Raise RuntimeError if some parameters are updated and others are not."""
-        if self.issued and (self._runs or self._kept):
+        if self.issued and (self._runs or self._waits):
             raise RuntimeError(_PART)
 
     # Gradients.
@@ -381,10 +387,14 @@ class InBackward:
         key: the id of the parameter.
         """
         group, extra = self._groups.get(key, _OF_NO_GROUP)
-        gradient = record.gradient if record.wrapped else record.leaf.grad
+        away = self._offloads and record.arena.accelerated
+        if away:
+            gradient = self._registry.offloaded.coming(record)
+        else:
+            gradient = record.gradient if record.wrapped else record.leaf.grad
         if group is None or gradient is None:
             return None
-        if record.numel and not record.settled(gradient):
+        if record.numel and not record.settled(None if away else gradient):
             return None
         if record.stand_in or record.written_late or record.fresh:
             return None
@@ -410,10 +420,14 @@ class InBackward:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
-        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=False, written=False)
+        away = self._offloads and subgroup.arena.accelerated
+        update = SubgroupUpdate(subgroup, self._given, self._settings, offloaded=away, written=False)
         with self._guard.change():
             run.issued = True
             records = [piece.record for piece in update.pieces]
+            if away:
+                handles = map(self._registry.offloaded.handle, dict.fromkeys(records))
+                update.arriving = [ThreadJob(each) for each in handles if each is not None]
             if parts is not None and tier is not None:
                 parts.add(update, tier, self._callers.pop(subgroup))
                 # At once, even if the update waits: a graph of before this backward, or one that is kept, would compute
@@ -436,6 +450,8 @@ class InBackward:
         assert group is not None, "a gradient of it was used"
         self.complete.append((record, group))
         record.parameter.grad = self._given[record.number] = None
+        if self._offloads:
+            self._registry.offloaded.give(record)
 
     # The step.
 
@@ -463,6 +479,15 @@ class InBackward:
             p.grad = gradient
         self._kept = {}
 
+    @property
+    def offloaded(self) -> list[ParameterRecord]:
+        """The records of members whose gradients are on the host."""
+        return [r for r in self._registry.offloaded.records if id(r.parameter) in self.members]
+
+    def keeps(self, record: ParameterRecord) -> bool:
+        """Return whether the parameter's gradient waits for `step()`, so that user code cannot drop it any more."""
+        return self.unended and id(record.parameter) in self.members
+
     def left(self, updates: Mapping[Subgroup, SubgroupUpdate]) -> dict[Subgroup, SubgroupUpdate]:
         """Return these updates without what backward has updated of parameters that lie in several subgroups."""
         found = {subgroup: update.without(self.issued) for subgroup, update in updates.items()}
@@ -484,12 +509,10 @@ def check_updates(model: nn.Module, options: Options, *, weights: bool) -> None:
         problem = "max_grad_norm= needs the norm of all gradients, which is known only when backward has ended"
     elif options.skip_nonfinite:
         problem = "skip_nonfinite=True needs the norm of all gradients, which is known only when backward has ended"
-    elif options.offload_gradients:
-        problem = "offload_gradients=True keeps gradients until step(); leave it out, for updates release them at once"
     elif options.disk:
         problem = "disk= reads and writes state behind backward; choose more host_memory"
     elif weights:
-        problem = "weights= needs offload_gradients=True, which keeps gradients until step()"
+        problem = "weights= moves weights behind step()"
     parameters = parameters_of(model)
     if problem is None and any(id(p) in reduced_parameters() for p in parameters):
         problem = "DistributedDataParallel reduces gradients after backward's hooks"

@@ -188,7 +188,8 @@ class Session:
         if mode is not None:
             mode.check_step(self.groups, scaled=found_inf is not None or grad_scale is not None)
             mode.restore()
-            whole = bool(mode.issued) and not [p for p in self.parameters if p.grad is not None]
+            left = [p for p in self.parameters if p.grad is not None]
+            whole = bool(mode.issued) and not (left or self.registry.offloaded.records)
         if not whole:
             # First, because the host may still update from the memory to which this step sends its gradients.
             self._end_last_step()
@@ -386,6 +387,7 @@ class Session:
                 self.on_device.decisions.memory.enter(Op.UPDATE)
                 self.on_device.end_updates(plan)
             self.ledger.close()
+            self.registry.offloaded.forget_all(used=True)
             self.clipping.forget()
         self._join_uncovered()
 
@@ -692,7 +694,7 @@ class Session:
         leaf: the parameter, or its copy where weights stream.
         """
         if self.in_backward is not None:
-            self._gradient_in_backward(parameter)
+            self._gradient_in_backward(parameter, leaf)
             return
         on_device = self.on_device
         if on_device is not None:
@@ -713,14 +715,7 @@ class Session:
 
     @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
-        # It stays in `p.grad` until the step where hooks of user code read it there.
-        takes = self.registry.offloaded.enabled and not hooks_of_others(leaf)
-        if takes:
-            known = self.registry.leaf(parameter)
-            if leaf is known:
-                self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
-            elif writes_gradient(known):
-                check_parts(parameter, known)
+        takes = self._takes(parameter, leaf)
         guard = self.guard
         # Gradients are copied to memory from which the host may still update for the last step.
         if self.ledger.running:
@@ -735,8 +730,7 @@ class Session:
             return
         try:
             on_device.count()
-            if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
-                self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
+            self._know(parameter)
             record, offloaded = self.registry.records.get(id(parameter)), self.registry.offloaded
             if record is None:
                 return
@@ -747,17 +741,39 @@ class Session:
                 on_device.send(record)
             elif leaf.grad is not None:
                 on_device.plan_ahead()
-                # Not what another thread of autograd may be writing to the parameter itself; its own hook comes next.
-                taken = record in offloaded.records and record not in offloaded.left
-                joins = parameter is not leaf and parameter.grad is not None and not taken
-                with torch.no_grad():
-                    self._take(record, leaf, in_backward=True)
-                if joins:  # set by user code before any backward, which adds to it
-                    offloaded.left.add(record)
+                self._take_written(record, leaf)
         except BaseException:
             # A copy that raised may still run in part. All are cancelled, and the step sends the gradients anew.
             on_device.cancel_all()
             raise
+
+    def _takes(self, parameter: Tensor, leaf: Tensor) -> bool:
+        """Return whether a gradient that backward has just written is to be offloaded. Raises if that cannot be."""
+        # It stays in `p.grad` until the step where hooks of user code read it there.
+        if not self.registry.offloaded.enabled or hooks_of_others(leaf):
+            return False
+        known = self.registry.leaf(parameter)
+        if leaf is known:
+            self.registry.offloaded.refuse_second_thread(self.registry.record(parameter))
+        elif writes_gradient(known):
+            check_parts(parameter, known)
+        return True
+
+    def _know(self, parameter: Tensor) -> None:
+        """Enrol all parameters if gradients are offloaded and this one is new."""
+        if self.registry.offloaded.enabled and self.registry.record(parameter) is None:
+            self._enrol([(p, group) for group in self.groups for p in group["params"] if p.requires_grad])
+
+    def _take_written(self, record: ParameterRecord, leaf: Tensor) -> None:
+        """Offload a gradient that backward has just written."""
+        offloaded, parameter = self.registry.offloaded, record.parameter
+        # Not what another thread of autograd may be writing to the parameter itself; its own hook comes next.
+        taken = record in offloaded.records and record not in offloaded.left
+        joins = parameter is not leaf and parameter.grad is not None and not taken
+        with torch.no_grad():
+            self._take(record, leaf, in_backward=True)
+        if joins:  # set by user code before any backward, which adds to it
+            offloaded.left.add(record)
 
     # Updates during backward.
 
@@ -800,7 +816,7 @@ class Session:
             self.attachment.end_waiting()
 
     @entry(*ANY, hook=True)
-    def _gradient_in_backward(self, parameter: Tensor) -> None:
+    def _gradient_in_backward(self, parameter: Tensor, leaf: Tensor) -> None:
         """Use a gradient that backward has just written, if its parameter is the attached model's."""
         mode, guard = self.in_backward, self.guard
         usual = guard.phase is Phase.BACKWARD and not guard.lost
@@ -808,15 +824,16 @@ class Session:
             return  # the step raises the error
         if self.on_device is None and self.registry.devices.holds(parameter):
             self._set_up_device()
-        on_device, run, gradient = self.on_device, mode.run, parameter.grad
+        on_device, run, gradient = self.on_device, mode.run, leaf.grad
         member = id(parameter) in mode.members
         if member and (run is None or not run.checked):
             mode.check(parameter, on_device, self.parameters)
         if member and gradient is not None and gradient.layout is not torch.strided:
             mode.refuse_sparse(parameter)
         guard.phase = Phase.BACKWARD
+        takes = on_device is not None and self._takes(parameter, leaf)
         begins = member and run is not None and not run.began
-        if begins and self.ledger.running:
+        if (begins or takes) and self.ledger.running and not mode.issued:
             # The host may still update from the memory to which this backward sends its gradients. Before the gradient
             # counts: this wait is no part of backward.
             self._settle()
@@ -824,12 +841,28 @@ class Session:
             if on_device.activations.in_use and gradient is not None:
                 on_device.device.count(local(gradient))
             on_device.count()
-        if run is None or not member:
-            return
-        if begins:
+        if takes:
+            self._know(parameter)
+        if begins and run is not None:
             run.began = True
             self._begin_in_backward(mode, run)
-        mode.ready(run, parameter)
+        if takes and on_device is not None and gradient is not None:
+            self._take_beside_updates(on_device, self.registry.record(parameter), leaf)
+        if member and run is not None:
+            mode.ready(run, parameter)
+
+    def _take_beside_updates(self, on_device: Backward, record: ParameterRecord | None, leaf: Tensor) -> None:
+        """Offload a gradient that backward has just written, while updates of others may run."""
+        if record is None:
+            return
+        if not on_device.is_final(record):
+            self.registry.offloaded.left.add(record)
+            return
+        try:
+            self._take_written(record, leaf)
+        except BaseException:
+            on_device.cancel_all()  # as in `_gradient_ready`
+            raise
 
     @torch.no_grad()
     def _begin_in_backward(self, mode: InBackward, run: Run) -> None:
@@ -908,8 +941,12 @@ class Session:
         if overwrites and records and self.unfinished:
             self.synchronize()
         if records and self.registry.offloaded.enabled:
-            self._discard(records)
+            self._discard([record for record in records if not self._keeps(record)])
         return bool(records)
+
+    def _keeps(self, record: ParameterRecord) -> bool:
+        """Return whether a backward that updates has ended, so that zeroing gradients does not drop this one."""
+        return self.in_backward is not None and self.in_backward.keeps(record)
 
     @entry(*ANY)
     def _discard(self, records: Sequence[ParameterRecord]) -> None:
@@ -933,7 +970,11 @@ class Session:
     def forget_gradients(self) -> None:
         """Forget all gradients, because user code has discarded them."""
         self.clipping.forget()
-        self.registry.offloaded.forget_all()
+        offloaded = self.registry.offloaded
+        if self.in_backward is not None and self.in_backward.unended:
+            offloaded.forget([record for record in offloaded.records if not self._keeps(record)])
+        else:
+            offloaded.forget_all()
         if self.weights is not None:
             self._empty_copies(self.registry.records.values())
         if self.on_device is not None:

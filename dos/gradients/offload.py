@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,8 +137,10 @@ class OffloadedGradients:
         self._held: dict[int, dict[ParameterRecord, _Held]] = {}
         """By the number of the backward, and the record."""
         self._torn: set[ParameterRecord] = set()
-        self._used: frozenset[ParameterRecord] = frozenset()
+        self._used = set[ParameterRecord]()
         """The records whose gradients our last step has used, and nothing has dropped since."""
+        self._given = set[ParameterRecord]()
+        """The records whose gradients backward has used for the step to come."""
         self.left: set[ParameterRecord] = set()
         self._warned = self._told = False
         if enabled:
@@ -192,15 +194,15 @@ class OffloadedGradients:
         if before is None:
             values = arena.gradient[record.offset : record.offset + record.numel]
             if at_home:
-                arrived = ledger.lane.submit(partial(_copy, values, flat))
+                arrived = ledger.lane.add(partial(_copy, values, flat))
             else:
-                arrived = ledger.lane.submit(self._send(values, flat, index, subgroup, ledger).wait)
+                arrived = ledger.lane.add(self._send(values, flat, index, subgroup, ledger).wait)
             total = _Total(arrived, values, gradient.dtype, thread, steps, number)
         elif self._comes_first(record, leaf, before, number):
             values, arrived = flat, before.arrived
             if not at_home:
                 values = torch.empty(flat.shape, dtype=flat.dtype, device="cpu")
-                arrived = ledger.lane.submit(self._send(values, flat, index, subgroup, ledger).wait)
+                arrived = ledger.lane.add(self._send(values, flat, index, subgroup, ledger).wait)
             first = number not in self._held
             self._held.setdefault(number, {})[record] = _Held(arrived, values)
             total = before
@@ -208,7 +210,7 @@ class OffloadedGradients:
             held = self._held.get(number, {}).pop(record, None)
             after, beside = [before.arrived, *([held.arrived] if held else [])], held.values if held else None
             if at_home:
-                arrived = ledger.lane.submit(partial(_add, flat, before.values, before.dtype, after, beside))
+                arrived = ledger.lane.add(partial(_add, flat, before.values, before.dtype, after, beside))
             else:
                 arrived = self._add(before, flat, index, subgroup, ledger, after, beside, pin=pin)
             total = before._replace(arrived=arrived, thread=thread, steps=steps, backward=number)
@@ -230,7 +232,7 @@ class OffloadedGradients:
         for record, held in self._held.pop(number, {}).items():
             before = self._totals[record]
             add = partial(_add, held.values, before.values, before.dtype, [before.arrived, held.arrived])
-            self._totals[record] = before._replace(arrived=lane.submit(add), backward=number)
+            self._totals[record] = before._replace(arrived=lane.add(add), backward=number)
 
     def forget_interrupted(self) -> None:
         """Forget what was held for the rest of a backward that has raised; autograd drops it, too. None may run."""
@@ -271,7 +273,7 @@ class OffloadedGradients:
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
             job = self._send(incoming, source, index, subgroup, ledger)
             # The CPU lane is one thread, and adds in the order of backward: sums have the same bits each time.
-            arrived = ledger.lane.submit(partial(_add_arrived, job, incoming, target, before.dtype, after, other))
+            arrived = ledger.lane.add(partial(_add_arrived, job, incoming, target, before.dtype, after, other))
             after = [arrived]
             # With its last reader: the next gradient must not be copied over a part that the lane has yet to add.
             self._passages.append((passage, arrived))
@@ -353,10 +355,24 @@ class OffloadedGradients:
         """Return the dtype that `p.grad` would have; `flat` is wider where another parameter's gradients are."""
         return self._totals[record].dtype
 
-    def handle(self, record: ParameterRecord) -> Future[None] | None:
+    def handle(self, record: ParameterRecord) -> Future[Any] | None:
         """Return a handle of the parameter's gradient, another object after each change; None: it has no gradient."""
         total = self._totals.get(record)
         return None if total is None else total.arrived
+
+    def coming(self, record: ParameterRecord) -> Tensor | None:
+        """Return where the parameter's gradient is once its `handle` is done, as `flat`; None if it has none.
+
+        None, too, if the backward that runs has yet to add to it.
+        """
+        total = self._totals.get(record)
+        held = self._held and any(record in each for each in self._held.values())
+        return None if total is None or held else total.values
+
+    def give(self, record: ParameterRecord) -> None:
+        """Leave the parameter's gradient to an update in backward, which waits for the additions."""
+        self._totals.pop(record, None)
+        self._given.add(record)
 
     def gradients(self, parameters: Collection[int] | None = None) -> list[tuple[ParameterRecord, Future[None]]]:
         """Return the records of gradients here, each with its handle; only of parameters with these ids, if given."""
@@ -378,7 +394,7 @@ class OffloadedGradients:
 
     def forget_all(self, *, used: bool = False) -> None:
         """Forget all gradients, once no addition writes to them. used: because a step has used them."""
-        self._used = frozenset(self._totals) if used else frozenset()
+        self._used, self._given = {*self._given, *self._totals} if used else set(), set()
         self.forget_interrupted()
         forgotten, self._totals, self._torn, self.left = self._totals, {}, set(), set()
         for total in forgotten.values():

@@ -39,7 +39,7 @@ class HostLane:
         """Make new threads, which start with the next `submit`; a forked child does not inherit the parent's."""
         self._sending = Lock()
         # One worker: an empty job of `drain` must end after all jobs before it, and gradients must add up in order.
-        self._thread = self._new_thread()
+        self._thread, self._adding = self._new_thread(), self._new_thread()
         self._other = self._new_thread() if self._device.queues else None
         self._updating = self._new_thread() if self._device.queues else None
 
@@ -49,6 +49,13 @@ class HostLane:
     def submit(self, work: Callable[[], object]) -> Future[Any]:
         """Run `work` once everything submitted before is done."""
         return self._thread.submit(work)
+
+    def add(self, work: Callable[[], object]) -> Future[Any]:
+        """Run `work`, which adds up gradients, once all that was added before is done.
+
+        Beside what was submitted: updates that begin in backward wait there for gradients that come here.
+        """
+        return self._adding.submit(work)
 
     def take_spans(self) -> list[Span]:
         """Return the spans of updates since the last call of this. Nothing may be running."""

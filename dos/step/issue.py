@@ -237,6 +237,7 @@ class Step:
         i, subgroup, update = self._of(task)
         done = self.done[subgroup] = Future()
         self.uploads.append(done)
+        ready = [*ready, *update.arriving] if update.arriving else ready
         reading = subgroup.arena.reading
         if reading is not None:
             # A forward after these gradients may still fetch the weights that the host is about to overwrite.

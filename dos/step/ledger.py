@@ -411,15 +411,19 @@ class Ledger:
         iteration: Iteration,
         callers: Collection[Caller],
         behind: Sequence[Job],
+        arriving: Sequence[Job] = (),
     ) -> Step:
         """Issue a part of a step while backward runs, whose memory is reserved. `close` or `settle` ends the step.
 
         subjects: of the schedule, by index. planned: as for `Turns`. callers: the queues in which backward wrote their
-        gradients. behind: jobs that use the slots of this part, and must end before. No transit may be in flight.
+        gradients. behind: jobs that use the slots of this part, and must end before. arriving: gradients on the host
+        that the device reads. No transit of state may be in flight.
         Returns the step. Raises as `issue`.
         """
         turns = self._begin(planned) if self._turns is None else self._turns
         with self._failing(turns):
+            for each in arriving:
+                each.wait()  # the device cannot wait for the host's thread, which adds gradients up
             if self.step is None:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
             self.step.issue_part(schedule, subjects, self._give, callers, behind)
@@ -665,6 +669,8 @@ class Ledger:
                 home.drop(subgroup)
         # After all waits: if Ctrl-C ends one of them, the next call waits again.
         self._transits, self.step, self._lane_done = [], None, None
+        self._freed.clear()
+        self._freed_bytes = 0
         spans += self.lane.take_spans()
         if errors:
             raise self._guard.failure(errors[0]) from errors[0]
@@ -709,9 +715,9 @@ class Ledger:
             self._turns.wait()
             threads.remove(self.lane)
         # Threads first: they issue jobs on the streams that are drained below. Each runs its jobs in order.
-        for thread in threads:
+        for submit in (self.lane.add, *(thread.submit for thread in threads)):
             with contextlib.suppress(Exception):
-                thread.submit(lambda: None).result()
+                submit(lambda: None).result()
         for op in LANE_OF:  # streams are in order: an empty job ends after all jobs before it
             with contextlib.suppress(Exception):
                 last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])

@@ -44,6 +44,8 @@ class Parts:
     CPU, or until they are MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and those first
     that forward needs first, whose gradients come last. What waits is issued when backward ends, or the ledger settles.
 
+    Offloaded gradients return through a slot to state on the device, once they have arrived on the host.
+
     device: of the ledger. plan: of this iteration.
     """
 
@@ -54,15 +56,14 @@ class Parts:
         self.device: Device = ledger.device
         self.plan = plan
         self._ledger, self._workload, self._now, self._left = ledger, workload, now, left
+        self._subgroups = subgroups
         self._index = {subgroup: i for i, subgroup in enumerate(subgroups)}
         self._rank = {i: rank for rank, i in enumerate(plan.order)}
-        streamed = plan.served(Placement.GPU_STREAMED)
-        self._slot_bytes = max((subgroups[i].state.carved_bytes for i in streamed), default=0)
-        self._slots = min(plan.slots, len(streamed))
+        self._returns = workload.returns
         self._granted = dataclasses.replace(plan, slots=max(1, plan.slots))
         self._held: list[Final] = []
-        self._streamed: list[Final] = []
-        """Updates of streamed state that wait for a slot."""
+        self._passing: list[Final] = []
+        """Updates that wait for a slot."""
         self._busy: deque[Sequence[Job]] = deque()
         """The last jobs of each slot that was used, the oldest first."""
         ledger.held = self.issue_rest
@@ -77,10 +78,11 @@ class Parts:
         if i is None or tier is None:  # new
             return None
         placement = self.plan.placements[i]
+        # First: room that has no state yet would count as the place of the state.
+        if self._passes(i, tier) and not self._get_slots(self._slot_bytes(i)):
+            return None
         if placement is Placement.GPU_RESIDENT:
             return tier if tier is Tier.DEVICE or self._make_room(subgroup) else None
-        if tier is Tier.HOST and placement is Placement.GPU_STREAMED and not self._get_slots():
-            return None
         on_cpu = tier is Tier.HOST and placement is Placement.CPU
         stores.host.reserve([subgroup], [subgroup] if on_cpu else [])
         return tier
@@ -97,15 +99,27 @@ class Parts:
         self._left -= nbytes
         return True
 
-    def _get_slots(self) -> bool:
-        store, nbytes = self._ledger.stores.device, self._slot_bytes
+    def _slot_bytes(self, i: int) -> int:
+        """Return the bytes of a slot for the update of a subgroup."""
+        subgroup = self._subgroups[i]
+        stays = self.plan.placements[i] is Placement.GPU_RESIDENT
+        return (0 if stays else subgroup.state.carved_bytes) + (subgroup.passing_bytes if self._returns else 0)
+
+    def _get_slots(self, needed: int) -> bool:
+        """Allocate the slots, unless they are there; return whether there are any of as many bytes as are needed."""
+        store = self._ledger.stores.device
         if not store.slots:
             self._busy.clear()
             store.expect_denials(True)
-            fitting = self._slots if math.isinf(self._left) else int(self._left // nbytes)
-            store.get_slots(min(self._slots, fitting), nbytes)
+            streamed = self.plan.served(Placement.GPU_STREAMED)
+            nbytes = max([needed, *map(self._slot_bytes, streamed)])
+            most = min(self._granted.slots, len(self.plan) if self._returns else len(streamed))
+            fitting = most if math.isinf(self._left) else min(most, int(self._left // nbytes))
+            if not fitting and self._returns:  # the memory of one for gradients alone is set apart
+                fitting, nbytes = 1, needed
+            store.get_slots(fitting, nbytes)
             self._left = self._left - len(store.slots) * nbytes if store.slots else 0.0
-        return bool(store.slots)
+        return bool(store.slots) and store.slots[0].nbytes >= needed
 
     def add(self, update: SubgroupUpdate, tier: Tier, callers: Collection[Caller]) -> None:
         """Issue an update whose memory is reserved and whose gradients are final, or let it wait.
@@ -114,45 +128,52 @@ class Parts:
         """
         number = self._index[update.subgroup]
         placement, each = self.plan.placements[number], Final(number, update, tier, callers)
-        (self._streamed if self._passes(each) else self._held).append(each)
+        (self._passing if self._passes(number, tier) else self._held).append(each)
         count, on_cpu = len(self._held), placement is Placement.CPU
         if count == MOST_HELD or (on_cpu and (count >= MOST_ON_CPU or self._ledger.backlog < BACKLOG)):
             self._issue_held()
         store = self._ledger.stores.device
-        if self._streamed and (len(self._busy) < len(store.slots) or all(map(has_ended, self._busy[0]))):
-            self._issue_streamed()
+        if self._passing and (len(self._busy) < len(store.slots) or all(map(has_ended, self._busy[0]))):
+            arrived = [each for each in self._passing if all(map(has_ended, each.update.arriving))]
+            if arrived:
+                self._issue_passing(arrived)
 
-    def _passes(self, each: Final) -> bool:
-        """Return whether the state passes through a slot."""
-        return each.tier is Tier.HOST and self.plan.placements[each.number] is Placement.GPU_STREAMED
+    def _passes(self, i: int, tier: Tier) -> bool:
+        """Return whether the state of a subgroup, which is in this tier, or its gradients pass through a slot."""
+        placement = self.plan.placements[i]
+        if self._returns:
+            return not (tier is Tier.HOST and placement is Placement.CPU)
+        return tier is Tier.HOST and placement is Placement.GPU_STREAMED
 
     def issue_rest(self) -> None:
         """Issue the updates that wait. Raises as `add`."""
         self._issue_held()
-        while self._streamed:
-            self._issue_streamed()
+        while self._passing:
+            self._issue_passing(self._passing)
 
     def _issue_held(self) -> None:
         held, self._held = self._held, []
         if held:
             self._issue(held)
 
-    def _issue_streamed(self) -> None:
-        store, each = self._ledger.stores.device, min(self._streamed, key=lambda each: each.number)
-        self._streamed.remove(each)
+    def _issue_passing(self, some: Sequence[Final]) -> None:
+        """Issue the first of these, which wait for a slot, as forward needs them. Blocks until its gradients arrive."""
+        store, each = self._ledger.stores.device, min(some, key=lambda each: each.number)
+        self._passing.remove(each)
         # The schedule of one subgroup takes the first slot: let that be the one that was used longest ago.
         behind = self._busy.popleft() if len(self._busy) == len(store.slots) else ()
-        step = self._issue([each], behind)
+        step = self._issue([each], behind, each.update.arriving)
         self._busy.append(step.jobs[-1:])  # the flush, behind which the slot is free
         store.slots.append(store.slots.pop(0))
 
-    def _issue(self, part: Sequence[Final], behind: Sequence[Job] = ()) -> Step:
-        """behind: as for `Ledger.issue_part`."""
+    def _issue(self, part: Sequence[Final], behind: Sequence[Job] = (), arriving: Sequence[Job] = ()) -> Step:
+        """behind, arriving: as for `Ledger.issue_part`."""
         part = sorted(part, key=lambda each: self._rank[each.number])
-        subjects = {each.number: Subject(each.update.subgroup, each.update, (), each.update.items) for each in part}
+        updates = {each.number: each.update for each in part}
+        subjects = {i: Subject(u.subgroup, u, (), () if u.offloaded else u.items) for i, u in updates.items()}
         found = {each.number: subjects[each.number].found(each.tier) for each in part}
         if self._now.first_departure is None and Placement.CPU in map(self.plan.placements.__getitem__, found):
             self._now.first_departure = self.device.mark()
         schedule = schedule_part(self._granted, self._workload, found, list(found))
         callers = set[Caller]().union(*(each.callers for each in part))
-        return self._ledger.issue_part(schedule, subjects, self.plan.order, self._now, callers, behind)
+        return self._ledger.issue_part(schedule, subjects, self.plan.order, self._now, callers, behind, arriving)

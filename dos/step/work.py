@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dos.devices import Copy
+from dos.devices import Copy, Job
 from dos.kernels.masters import correct_rest, follow
 from dos.rules.base import Batch, Run
 from dos.state.arena import State
@@ -59,6 +59,7 @@ class SubgroupUpdate:
     place: has its state, gradients and parameters on the host; None: a window that the step will give it.
     weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
     from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
+    arriving: its offloaded gradients that may still be on their way, where it is issued in backward.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SubgroupUpdate:
         self._unseen: frozenset[Piece] = frozenset()
         self.weights: Tensor | None = None
         self.from_disk = False
+        self.arriving: Sequence[Job] = ()
         given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
         self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
         self._any_written = written

@@ -36,11 +36,12 @@ def updated_in_backward(optimizer: DOSAdam) -> None:
     assert mode.issued or not optimizer.plan()
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("subgroup_size", [100_000, 10**9])
 @pytest.mark.parametrize("policy", ["cpu", 0.0, 0.5, "stride:1", "stride:3", "adaptive"])
-def test_same_bits(policy: str | float, subgroup_size: int, expected: list[bytes]) -> None:
-    found = run(with_policy(policy, subgroup_size), attached=True, updates="backward", before=updated_in_backward)
-    assert found == expected
+def test_same_bits(policy: str | float, subgroup_size: int, offload: bool, expected: list[bytes]) -> None:
+    make = with_policy(policy, subgroup_size, offload_gradients=offload)
+    assert run(make, attached=True, updates="backward", before=updated_in_backward) == expected
 
 
 @pytest.mark.parametrize("slots", [1, 3])

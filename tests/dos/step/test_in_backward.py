@@ -40,6 +40,7 @@ def trained(
 ) -> list[bytes]:
     """Everything after these steps. With updates in backward no gradient is left to read."""
     optimizer = attached(model, updates, place, **settings)
+    every = [optimizer, torch.optim.SGD(model.parameters())]
     for step in range(steps):
         with optimizer.no_update():
             for i in range(1, micro_batches):
@@ -47,6 +48,8 @@ def trained(
         loss_of(model, 10 * step).backward()
         if updates == "backward":
             assert all(p.grad is None for p in model.parameters())
+            for each in (model, *every):
+                each.zero_grad()  # in vain: what is not updated yet waits for step()
         optimizer.step()
         if updates == "step":
             optimizer.zero_grad()
@@ -68,14 +71,22 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "state_format", "micro_batches"),
-    [(torch.float32, None, 1), (torch.bfloat16, None, 3), (torch.bfloat16, "int8", 1), (torch.float16, None, 1)],
+    ("dtype", "state_format", "micro_batches", "offload"),
+    [
+        (torch.float32, None, 1, False),
+        (torch.bfloat16, None, 3, False),
+        (torch.bfloat16, "int8", 1, False),
+        (torch.float16, None, 1, False),
+        (torch.float32, None, 1, True),
+        (torch.bfloat16, None, 3, True),
+        (torch.bfloat16, "int8", 2, True),
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_same_bits_as_updates_in_step(
-    place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, parts: list[list[int]]
+    place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, offload: bool, parts: list[list[int]]
 ) -> None:
-    settings = {"micro_batches": micro_batches, "state_format": state_format}
+    settings = {"micro_batches": micro_batches, "state_format": state_format, "offload_gradients": offload}
     width = 256 if state_format == "int8" else 40  # of 4,096 elements and more, in whole blocks
     settings["subgroup_size"] = 1024 if state_format == "int8" else 150
     expected = trained(mlp(dtype, width=width), "step", place, **settings)
@@ -175,8 +186,12 @@ def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind
     assert trained(Parts(kind), "backward", place) == trained(Parts(kind), "step", place)
 
 
-@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
-def test_a_use_that_no_backward_before_had_is_refused(place: Any) -> None:
+RAISING = [("host", False), ("cpu", False), ("resident", False), ("cpu", True), ("resident", True)]
+"""Places, and whether gradients are offloaded."""
+
+
+@pytest.mark.parametrize(("place", "offload"), RAISING)
+def test_a_use_that_no_backward_before_had_is_refused(place: Any, offload: bool) -> None:
     """Where a weight is needed after its update, backward raises, and the optimizer is broken."""
     for before, kind, message in (
         ("twice", "read without a gradient", "was read in the backward that has already updated it"),
@@ -184,7 +199,7 @@ def test_a_use_that_no_backward_before_had_is_refused(place: Any) -> None:
         ("recomputed", "once outside", "came once more"),
     ):
         model = Parts(before)
-        optimizer = attached(model, place=place)
+        optimizer = attached(model, place=place, offload_gradients=offload)
         for step in range(3):
             loss_of(model, step).backward()
             optimizer.step()
@@ -348,7 +363,9 @@ def test_gradients_that_come_in_some_backwards_only() -> None:
 
     for place in ("host", "stride:2"):
         expected = trained(Experts(), "step", place, 9, subgroup_size=400)
-        assert trained(Experts(), "backward", place, 9, subgroup_size=400) == expected
+        for offload in (False, True):
+            settings = {"subgroup_size": 400, "offload_gradients": offload}
+            assert trained(Experts(), "backward", place, 9, **settings) == expected
 
 
 def test_settings_are_those_when_backward_begins() -> None:
@@ -429,7 +446,6 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     [
         ({"max_grad_norm": 1.0}, "max_grad_norm= needs the norm"),
         ({"skip_nonfinite": True}, "skip_nonfinite=True needs the norm"),
-        ({"offload_gradients": True}, "offload_gradients=True keeps gradients"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -476,8 +492,8 @@ def test_state_is_not_read_between_backward_and_step() -> None:
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
-def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: Any) -> None:
+@pytest.mark.parametrize(("place", "offload"), RAISING)
+def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: Any, offload: bool) -> None:
     class Raising(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -489,7 +505,7 @@ def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: An
             return Raises.apply(x) if self.raises == "first" else x
 
     model = Raising()
-    optimizer = attached(model, place=place, subgroup_size=25)
+    optimizer = attached(model, place=place, subgroup_size=25, offload_gradients=offload)
     for step in range(3):
         loss_of(model, step).backward()
         optimizer.step()
@@ -534,9 +550,10 @@ def test_changes_by_user_code_between_steps() -> None:
         assert found[0] == found[1]
 
 
-def test_a_model_that_is_updated_in_part_is_not_used() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_that_is_updated_in_part_is_not_used(offload: bool) -> None:
     model = mlp()
-    optimizer = attached(model, "backward", "cpu", subgroup_size=25)
+    optimizer = attached(model, "backward", "cpu", subgroup_size=25, offload_gradients=offload)
     for step in range(2):
         loss_of(model, step).backward()
         optimizer.step()
@@ -578,13 +595,14 @@ def test_activations_and_memory() -> None:
     loss_of(model, 9).backward()
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("place", ["resident", "stride:1", 0.5])
-def test_memory_that_moves_while_updates_wait(place: Any) -> None:
+def test_memory_that_moves_while_updates_wait(place: Any, offload: bool) -> None:
     """What waits is issued before state moves home, as where a saved tensor has no memory."""
     found = []
     for updates in ("step", "backward"):
         model = mlp()
-        optimizer = attached(model, updates, place, subgroup_size=100)
+        optimizer = attached(model, updates, place, subgroup_size=100, offload_gradients=offload)
         for step in range(6):
             handle = model[2].weight.register_hook(lambda _, o=optimizer: (o.release_memory(), None)[1])
             if step != 3:

@@ -39,11 +39,17 @@ class Machine:
         capacity = 10**8 if self.roomy else 6_000 * (50 if kind.coded else 1)
         profile = self.random.choice([FAST, SLOW]) if width == 9 else FAST
         self.optimizers, self.models = [], models
+        offload = self.random.random() < 0.4
         for model, state_format in zip(models, (kind.formats[-1], kind.formats[0]), strict=True):
             there: dict[str, Any] = {}
             if place != "host":
                 policy = "adaptive" if place == "adaptive" else RandomPlans(seed, self.random.choice([1, 2, 3]))
-                there = {"device": EmulatedDevice(profile, capacity), "policy": policy, "subgroup_size": size}
+                there = {
+                    "offload_gradients": offload,
+                    "device": EmulatedDevice(profile, capacity),
+                    "policy": policy,
+                    "subgroup_size": size,
+                }
             named = dict(model.named_parameters())
             mine = [p for name, p in named.items() if not name.startswith("late")]
             self.optimizers.append(DOSAdam(mine, state_format=state_format, **settings, **there))
