@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "adam.h"
+#include "arrivals.h"
 #include "disk.h"
 #include "order.h"
 #include "team.h"
@@ -128,6 +130,23 @@ NB_MODULE(_adam, module) {
             return std::tuple(times.start, times.end);
           },
           "place"_a, "runs"_a, "count"_a, "scalars"_a, "threads"_a, "isa"_a.none());
+
+  // query: the address of the function, or 0. Only `take` and `wait` wait, and only these release the lock of Python.
+  nb::class_<dos::Arrivals>(module, "Arrivals")
+      .def(
+          "__init__",
+          [](dos::Arrivals* made, uintptr_t query) {
+            new (made) dos::Arrivals(reinterpret_cast<dos::Arrivals::Query>(query));
+          },
+          "query"_a)
+      .def("give", &dos::Arrivals::give, "number"_a, "rank"_a, "events"_a, "untold"_a)
+      .def("tell", &dos::Arrivals::tell, "number"_a, "events"_a)
+      .def("take", &dos::Arrivals::take, nb::call_guard<nb::gil_scoped_release>())
+      .def("end", &dos::Arrivals::end)
+      .def("close", &dos::Arrivals::close)
+      .def("fail", &dos::Arrivals::fail)
+      .def("wait", &dos::Arrivals::wait, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("waiting", &dos::Arrivals::waiting);
 
   // The type is an index of dos::DType.
   module.def(

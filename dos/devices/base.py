@@ -155,6 +155,13 @@ class Device(Protocol):
     def queues(self) -> bool:
         """Whether the caller's work on the device is queued, so that it can be ordered behind ours without waiting."""
 
+    @property
+    def event_query(self) -> int:
+        """The address of the runtime's function that asks an event, for `dos.kernels.update.Arrivals`.
+
+        The event is `event` of a job. 0: jobs have futures in place of events.
+        """
+
     def capturing(self) -> bool:
         """Return whether the caller's work is being captured in a graph, during which no event may be queried."""
 

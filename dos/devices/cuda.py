@@ -32,8 +32,9 @@ from perfmodel.format import MIXED
 
 logger = logging.getLogger(__name__)
 
-TYPE = "cuda"
-"""The type of the torch devices of torch.cuda. Tests set it to the type of a simulated accelerator."""
+TYPE, HANDLE = "cuda", "cuda_event"
+"""The type of the torch devices of torch.cuda, and the attribute of its events that the runtime knows them by. Tests
+set them to those of a simulated accelerator."""
 
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: the clocks of host and device drift apart by microseconds meanwhile."""
@@ -111,6 +112,10 @@ class CudaDevice:
     @property
     def known_profile(self) -> None:
         return None
+
+    @property
+    def event_query(self) -> int:
+        return event_query()
 
     def capturing(self) -> bool:
         try:
@@ -506,6 +511,20 @@ def _leak(what: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
+@cache
+def event_query() -> int:
+    """Return the address of the driver's function that asks an event; 0 where the library has another name.
+
+    Not the runtime's: where the event has not ended, that leaves an error, which torch would raise later. The thread
+    that calls it has made the device current.
+    """
+    library, name = ("libamdhip64.so", "hipEventQuery") if torch.version.hip else ("libcuda.so.1", "cuEventQuery")
+    try:
+        return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
 
@@ -544,6 +563,12 @@ class _CudaJob:
                 return Span(Lane.GPU, self.op, self.subgroup, end, end)
             nbytes = sum([tensor.nbytes for tensor in self.keeps])
             return Span(LANE_OF[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
+
+    @property
+    def event(self) -> int:
+        """The event at its end, as the runtime knows it."""
+        handle: int = getattr(self.end, HANDLE)
+        return handle
 
     def at(self) -> float | None:
         if self.ended_at is None:

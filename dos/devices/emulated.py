@@ -128,6 +128,7 @@ class EmulatedDevice:
     shares_host_memory = False  # it emulates a machine where it does not
     owner: Caller = None
     queues = False  # the caller's computation is its own
+    event_query = 0
 
     def __init__(
         self,

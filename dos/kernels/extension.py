@@ -24,7 +24,7 @@ def load_extension() -> ModuleType:
     """
     try:
         found = importlib.import_module(_NAME)
-        if not hasattr(found, "Order"):  # an editable installation of sources that have changed since
+        if not hasattr(found, "Arrivals"):  # an editable installation of sources that have changed since
             raise ImportError("it is of an older version")
         return found
     except ModuleNotFoundError:

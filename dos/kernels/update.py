@@ -45,6 +45,8 @@ _adam = load_extension()
 
 Order: Any = _adam.Order
 """Runs prepared updates one at a time, each in its place from 0 on, without Python's lock; see csrc/order.h."""
+Arrivals: Any = _adam.Arrivals
+"""Work that waits for events and jobs, and is taken once these have ended, without Python's lock; csrc/arrivals.h."""
 
 
 def instruction_sets() -> list[str]:

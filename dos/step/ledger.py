@@ -462,7 +462,7 @@ class Ledger:
         """Begin to issue a step. planned: as for `Turns`."""
         self.exposed = False
         self.stores.homes.begin_step()
-        self._turns, self._lane_done = Turns(planned), None
+        self._turns, self._lane_done = Turns(planned, self.device.event_query), None
         return self._turns
 
     def _begin_lane(self) -> None:
@@ -732,7 +732,7 @@ class Ledger:
             if self.stores.disk is not None:
                 self.stores.disk.renew()
             if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
-                self._turns, self._lane_done = Turns(self._turns.planned), None
+                self._turns, self._lane_done = self._turns.again(), None
 
     def trim(self) -> None:
         """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from threading import Condition
-from typing import NamedTuple
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple
 
 from dos.devices import Job
-from dos.devices.base import has_ended
-from dos.kernels.update import Order
+from dos.kernels.update import Arrivals, Order
 from dos.step.work import SubgroupUpdate
 
-POLL_S = 2e-4
-"""Seconds between two looks for gradients that have arrived: a device tells nobody."""
-MISSES, ALL = 4, 16
-"""Turns that have not arrived of which a look ends, as those that were handed over behind them mostly arrive later; but
-the first look for a turn, and then every so many, asks all."""
+PATIENCE_S = 0.05
+"""Seconds that the caller waits without a look for signals."""
 
 
 class Turn(NamedTuple):
@@ -46,90 +40,60 @@ class Turns:
 
     Turns update one at a time, in the order in which they are taken: of those whose gradients and state have arrived,
     the first of the plan. So none waits for what another one lacks. The simulator has the same rule
-    (`perfmodel.lanes.run_tasks`).
+    (`perfmodel.lanes.run_tasks`). Who waits for a turn needs neither Python nor its lock: see csrc/arrivals.h.
 
     planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
         of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
     """
 
-    def __init__(self, planned: Sequence[int]) -> None:
-        """planned: the numbers of all subgroups, as the plan orders them."""
+    def __init__(self, planned: Sequence[int], query: int = 0) -> None:
+        """planned: the numbers of all subgroups, as the plan orders them. query: as `Device.event_query`."""
         self.error: BaseException | None = None
         self.whole = self.served = False
         self.planned = planned
         self.order = Order()
-        self._changed = Condition()
-        self._waiting: deque[Turn] = deque()
-        """Turns that had not arrived when they were last asked."""
-        self._arrived: list[tuple[int, Turn]] = []
-        """A heap, by place in the plan: the next one is the first."""
-        self._place = {number: place for place, number in enumerate(planned)}
-        self._closed = self._asking = False
-        self._taken = self._ended = 0
+        self._query = query
+        self._arrivals = Arrivals(query)
+        self._given: list[Turn] = []
+        """All of them, because a thread may still ask events of a turn that another one has taken."""
+        self._rank = {number: rank for rank, number in enumerate(planned)}
+        self._noting = Lock()
+
+    def again(self) -> Turns:
+        """Return turns of the same plan, for a forked child, in which nobody takes those of its parent."""
+        return Turns(self.planned, self._query)
 
     def give(self, turn: Turn) -> None:
-        """Hand over a turn; those that are expected first come first."""
-        with self._changed:
-            # The only change: after an exception before or behind it, as of Ctrl-C, nobody waits in vain.
-            self._waiting.append(turn)
-            self._changed.notify_all()
+        """Hand over a turn."""
+        number, events, futures = len(self._given), list[int](), list[Future[Any]]()
+        for job in turn.ready:
+            _sort(job, events, futures)
+        self._given.append(turn)
+        # The only change: after an exception before or behind it, as of Ctrl-C, nobody waits in vain.
+        self._arrivals.give(number, self._rank[turn.number], events, len(futures))
+        for future in futures:
+            future.add_done_callback(partial(_tell, self._arrivals, number))
 
     def close(self, error: BaseException | None = None) -> None:
         """Hand over no more turns. error: the exception with which the step has failed."""
-        with self._changed:
-            self._closed, self.whole = True, error is None
-            self._note(error)
-            self._changed.notify_all()
+        self.whole = error is None
+        self._note(error)
+        self._arrivals.close()
 
     def wait(self) -> None:
         """Block until all turns that were handed over have ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.waiting and self._ended == self._taken)
+        while not self._arrivals.wait(PATIENCE_S):
+            pass
 
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
-        with self._changed:
-            looks = 0
-            while (turn := self._next(math.inf if looks % ALL == 0 else MISSES)) is None:
-                looks += 1
-                if self._closed and not self.waiting:
-                    return None
-                asks = not self._asking and bool(self._waiting)  # one thread is enough
-                self._asking |= asks
-                try:
-                    self._changed.wait(POLL_S if asks else None)
-                finally:
-                    self._asking &= not asks
-            self._taken += 1
-            self._changed.notify_all()  # another thread may have to ask from now on
-            return self._taken - 1, turn
+        number, place = self._arrivals.take()
+        return None if number < 0 else (place, self._given[number])
 
     @property
     def waiting(self) -> int:
         """The number of turns that nobody has taken."""
-        return len(self._waiting) + len(self._arrived)
-
-    def _next(self, misses: float) -> Turn | None:
-        """Return the next turn that has arrived, if any; after an error any, and the last one of all in any case.
-
-        misses: after which no more are asked.
-        """
-        if self.error is None and not (self._closed and self.waiting == 1):
-            self._look(misses)
-        elif self._waiting:
-            return self._waiting.popleft()  # the thread that takes it tells of the error, or waits for it
-        return heapq.heappop(self._arrived)[-1] if self._arrived else None
-
-    def _look(self, misses: float) -> None:
-        """Find turns that have arrived. misses: as for `_next`."""
-        late = list[Turn]()
-        while self._waiting and len(late) < misses:
-            turn = self._waiting.popleft()
-            if all(map(has_ended, turn.ready)):
-                heapq.heappush(self._arrived, (self._place[turn.number], turn))
-            else:
-                late.append(turn)
-        self._waiting.extendleft(reversed(late))
+        return int(self._arrivals.waiting())
 
     @contextmanager
     def place(self, place: int) -> Iterator[None]:
@@ -140,8 +104,7 @@ class Turns:
         except BaseException as failure:
             # A turn that failed while preparing waits, too: else a later turn could update before an earlier one.
             self.order.enter(place)
-            with self._changed:
-                self._note(failure)
+            self._note(failure)
             raise
         finally:
             self.order.leave(place)
@@ -164,12 +127,40 @@ class Turns:
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that a turn has ended, or failed with `error`."""
-        with self._changed:
-            self._note(error)
-            self._ended += 1
-            self._changed.notify_all()
+        self._note(error)
+        self._arrivals.end()
 
     def _note(self, error: BaseException | None) -> None:
-        self.error = self.error or error
-        if self.error is not None:
-            self.order.stop()
+        if error is None:
+            return
+        with self._noting:
+            self.error = self.error or error
+        self._arrivals.fail()
+        self.order.stop()
+
+
+def _sort(job: Job, events: list[int], futures: list[Future[Any]]) -> None:
+    """Add the event, or the future, by which a job tells that it has ended, to one of the lists; none if it has.
+
+    A job that has failed, or that cannot be asked, has ended, too: whoever waits for it finds out.
+    """
+    event = getattr(job, "event", 0)
+    future = None if event else getattr(job, "future", None)
+    if event:
+        events.append(event)
+    elif isinstance(future, Future):
+        futures.append(future)
+
+
+def _tell(arrivals: Any, number: int, future: Future[Any]) -> None:
+    """Tell that a future of a job which a turn waits for is done: the job has ended, or was issued by another thread.
+
+    It refers to no turn: the future keeps it as long as the job lives.
+    """
+    events, futures = list[int](), list[Future[Any]]()
+    if future.exception() is None:
+        _sort(future.result(), events, futures)
+    if futures:  # a job of a thread, which was issued by another one
+        futures[0].add_done_callback(partial(_tell, arrivals, number))
+    else:
+        arrivals.tell(number, events)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.dry.machines import Costs, Machine
-from experiments.simdev.accelerator import KIND, holding, lib
+from experiments.simdev.accelerator import KIND, QUERY, holding, lib
 from perfmodel.format import CODED, MIXED, SPLIT, Format
 
 CORES = 16
@@ -44,6 +44,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     compiled: Any = types.ModuleType("dos._adam")
     compiled.adam_update = _HostKernel(machine)
     compiled.Order = functools.partial(_Order, compiled.adam_update)
+    compiled.Arrivals = _Arrivals
     compiled.sum_of_squares = lambda *_: 0.0
     compiled.instruction_sets = lambda: ["portable"]
     sys.modules["dos._adam"] = compiled
@@ -54,7 +55,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
 
     exchanged: dict[Any, dict[str, Any]] = {
         dos: {"_adam": compiled},
-        cuda: {"TYPE": KIND},
+        cuda: {"TYPE": KIND, "HANDLE": "event_id", "event_query": lambda: QUERY},
         pinned: {"_make_pages": lambda address, nbytes: None},
         host_memory: {
             **dict.fromkeys(("_memory_bytes", "_of_machine"), lambda: HOST_BYTES),  # one of them, by the version
@@ -157,6 +158,34 @@ class _Order:
         times = (ctypes.c_double * 2)()
         ran = lib.sim_order_update(self._order, place, *self._kernel.work(address, rows, threads), times)
         return (times[0], times[1]) if ran else None
+
+
+class _Arrivals:
+    """In place of the extension's, and the same."""
+
+    def __init__(self, query: int) -> None:
+        self._arrivals = lib.sim_arrivals()
+
+    def __del__(self) -> None:
+        lib.sim_arrivals_delete(self._arrivals)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        waits = name in ("wait", "waiting")
+        return functools.partial(getattr(lib if waits else holding, f"sim_arrivals_{name}"), self._arrivals)
+
+    def give(self, number: int, rank: int, events: Sequence[int], untold: int) -> None:
+        holding.sim_arrivals_give(self._arrivals, number, rank, _addresses(events), len(events), untold)
+
+    def tell(self, number: int, events: Sequence[int]) -> None:
+        holding.sim_arrivals_tell(self._arrivals, number, _addresses(events), len(events))
+
+    def take(self) -> tuple[int, int]:
+        place = ctypes.c_long()
+        return lib.sim_arrivals_take(self._arrivals, ctypes.byref(place)), place.value
+
+
+def _addresses(events: Sequence[int]) -> Any:
+    return (ctypes.c_size_t * len(events))(*events)
 
 
 def _device_kernel(machine: Machine) -> Callable[..., Any]:

@@ -42,11 +42,27 @@ lib.sim_order_update.argtypes = [
     *[ctypes.c_double] * 3,
     ctypes.POINTER(ctypes.c_double),
 ]
+lib.sim_arrivals.restype = ctypes.c_void_p
+for _name in ("delete", "end", "close", "fail", "waiting"):
+    getattr(lib, f"sim_arrivals_{_name}").argtypes = [ctypes.c_void_p]
+_EVENTS = [ctypes.POINTER(ctypes.c_size_t), ctypes.c_long]
+lib.sim_arrivals_give.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, *_EVENTS, ctypes.c_long]
+lib.sim_arrivals_tell.argtypes = [ctypes.c_void_p, ctypes.c_long, *_EVENTS]
+lib.sim_arrivals_take.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_long)]
+lib.sim_arrivals_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
+lib.sim_arrivals_take.restype = lib.sim_arrivals_waiting.restype = ctypes.c_long
 lib.sim_host_updates.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2 + [ctypes.c_int]
 lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
 holding = ctypes.PyDLL(_path)
 """The library, for calls that keep Python's lock."""
+holding.sim_arrivals_give.argtypes = lib.sim_arrivals_give.argtypes
+holding.sim_arrivals_tell.argtypes = lib.sim_arrivals_tell.argtypes
+for _name in ("end", "close", "fail"):
+    getattr(holding, f"sim_arrivals_{_name}").argtypes = [ctypes.c_void_p]
 holding.sim_spend.argtypes = [ctypes.c_double]
+
+QUERY: int = ctypes.cast(lib.sim_query, ctypes.c_void_p).value or 0
+"""The address of the function that asks an event, as `dos.devices.cuda.event_query` returns it."""
 
 _accelerator: Any = torch.accelerator
 _module = types.ModuleType(f"torch.{KIND}")

@@ -14,7 +14,7 @@ import torch
 _FOLDER = Path(__file__).parent
 _BUILT = _FOLDER.parents[1] / "build" / "simdev"
 _TORCH = Path(torch.__file__).parent
-_ORDER = "../../csrc/order.h"
+_SHARED = "../../csrc/order.h", "../../csrc/arrivals.h"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
 _TORCH_FLAGS = (
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
@@ -51,7 +51,7 @@ def _compiled(name: str, flags: tuple[str, ...], version: str) -> Path:
         raise UnavailableError("there is no C++ compiler (g++)")
     if sys.platform != "linux":
         raise UnavailableError("it maps memory as Linux does")
-    sources = [(_FOLDER / each).read_bytes() for each in (name, "timed.h", _ORDER)]
+    sources = [(_FOLDER / each).read_bytes() for each in (name, "timed.h", *_SHARED)]
     key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (version, *_FLAGS, *flags))]))
     found = _BUILT / f"{key.hexdigest()[:16]}.so"
     if not found.exists():

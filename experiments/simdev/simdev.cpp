@@ -16,6 +16,7 @@
 #include <c10/core/thread_pool.h>
 #include <torch/library.h>
 
+#include "../../csrc/arrivals.h"
 #include "../../csrc/order.h"
 #include "timed.h"
 
@@ -537,6 +538,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+const Guard& guard() {
+  static const Guard found;
+  return found;
+}
 
 // ---- tensors
 char* shadow(const Tensor& t) { return (char*)t.const_data_ptr() + (shadow_base - protected_base); }
@@ -1003,6 +1008,27 @@ int sim_order_update(void* order, long place, double parameters, double rate, do
   times[0] = ran.start, times[1] = ran.end;
   return 1;
 }
+// Whether an event has ended, as dos::Arrivals asks.
+int sim_query(void* event) { return guard().queryEvent(event) ? 0 : dos::Arrivals::kNotReady; }
+// What the CPU lane waits for, as the extension has it.
+void* sim_arrivals() { return new dos::Arrivals(sim_query); }
+void sim_arrivals_delete(void* arrivals) { delete static_cast<dos::Arrivals*>(arrivals); }
+void sim_arrivals_give(void* arrivals, long number, long rank, const uintptr_t* events, long n, long untold) {
+  static_cast<dos::Arrivals*>(arrivals)->give(number, rank, {events, events + n}, untold);
+}
+void sim_arrivals_tell(void* arrivals, long number, const uintptr_t* events, long n) {
+  static_cast<dos::Arrivals*>(arrivals)->tell(number, {events, events + n});
+}
+long sim_arrivals_take(void* arrivals, long* place) {
+  const auto [number, before] = static_cast<dos::Arrivals*>(arrivals)->take();
+  *place = before;
+  return number;
+}
+void sim_arrivals_end(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->end(); }
+void sim_arrivals_close(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->close(); }
+void sim_arrivals_fail(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->fail(); }
+int sim_arrivals_wait(void* arrivals, double seconds) { return static_cast<dos::Arrivals*>(arrivals)->wait(seconds); }
+long sim_arrivals_waiting(void* arrivals) { return static_cast<dos::Arrivals*>(arrivals)->waiting(); }
 // When the last updates on the CPU began and ended, at most n of them; how many there are. Forgets them.
 int sim_host_updates(double* begins, double* ends, int n) {
   return dry->at_once([&](auto&) {

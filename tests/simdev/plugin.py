@@ -8,14 +8,15 @@ from __future__ import annotations
 import pytest
 
 from experiments.simdev import as_cuda
-from experiments.simdev.accelerator import KIND
+from experiments.simdev.accelerator import KIND, QUERY
 
 as_cuda.install()
 
 from dos.activations import offload  # noqa: E402
 from dos.devices import cuda  # noqa: E402
 
-cuda.TYPE = KIND
+cuda.TYPE, cuda.HANDLE = KIND, "event_id"
+cuda.event_query = lambda: QUERY
 
 from dos.kernels.gpu_update import GpuBatch  # noqa: E402
 from tests.simdev import kernel  # noqa: E402

@@ -15,6 +15,7 @@ guard make a context there, see `Runtime.contexts`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
@@ -97,6 +98,8 @@ class Runtime:
         self.caller = self.caller_stream()
         self.fatal = 0
         self.log: list[str] = []
+        self.events: weakref.WeakValueDictionary[int, FakeEvent] = weakref.WeakValueDictionary()
+        self.query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._query)
         self._process = os.getpid()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
@@ -110,6 +113,10 @@ class Runtime:
         assert not (self.capturing and threading.current_thread() is threading.main_thread()), (
             "cudaErrorStreamCaptureUnsupported"
         )
+
+    def _query(self, event: int) -> int:
+        """As the driver's function. Of an event that does not exist it raises."""
+        return 0 if self.events[event].query() else 600
 
     def complete(self, record: Record) -> None:
         """Run until the record is done. The host waits for that."""
@@ -303,6 +310,8 @@ class FakeEvent:
         self.record_: Record | None = None
         self._asked = 0
         runtime.made += 1
+        runtime.events[id(self)] = self
+        self.cuda_event = id(self)
         self._handle: object = None  # like CUDA's, which is made where the event is first recorded
 
     def record(self, stream: FakeStream) -> None:
@@ -384,6 +393,10 @@ class FakeCudaDevice(CudaDevice):
 
     def __deepcopy__(self, memo: dict[int, object]) -> FakeCudaDevice:
         return self
+
+    @property
+    def event_query(self) -> int:
+        return ctypes.cast(self.runtime.query, ctypes.c_void_p).value or 0
 
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from dos.devices.base import HostJob
 from dos.kernels.adam import AdamArrays, AdamStep
-from dos.kernels.update import AdamBatch, prepare
+from dos.kernels.update import AdamBatch, Arrivals, prepare
 from dos.state.device_store import DeviceStore
 from dos.step import turns as turns_module
 from dos.step.futures import reject, resolve
@@ -279,12 +278,18 @@ def test_a_fork_while_a_step_is_issued_waits_for_the_turns_that_were_given() -> 
 def test_an_exception_as_a_turn_is_given_ends_the_step(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second Ctrl-C raises between any two lines."""
 
-    class Interrupted(deque[Any]):
-        def append(self, turn: Any) -> None:
+    class Interrupted:
+        def __init__(self, query: int) -> None:
+            self._plain = Arrivals(query)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._plain, name)
+
+        def give(self, *turn: Any) -> None:
             given.append(turn)
             second = len(given) == 2  # the lane has begun by then
             if late or not second:
-                super().append(turn)
+                self._plain.give(*turn)
             if second:
                 raise KeyboardInterrupt
 
@@ -292,7 +297,7 @@ def test_an_exception_as_a_turn_is_given_ends_the_step(late: bool, monkeypatch: 
     model = mlp()
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=100, device=Waiting())
     model(torch.ones(8, 24)).square().mean().backward()
-    monkeypatch.setattr(turns_module, "deque", Interrupted)
+    monkeypatch.setattr(turns_module, "Arrivals", Interrupted)
     ended = list[BaseException]()
 
     def step() -> None:

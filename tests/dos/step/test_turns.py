@@ -17,7 +17,7 @@ from dos.devices import Copy, Job, ThreadJob
 from dos.devices.base import HostJob, has_ended
 from dos.step import ledger
 from dos.step.issue import Promise
-from dos.step.turns import MISSES, Turn, Turns
+from dos.step.turns import Turn, Turns
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
@@ -28,6 +28,8 @@ from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, backward, bits, mlp
 
 WAIT_S = 20
+MISSES = 4
+"""As csrc/arrivals.h has it."""
 
 
 def span(end: float) -> Span:
@@ -174,19 +176,6 @@ def test_a_late_gradient_delays_no_other_update_and_no_bit_changes(late: int, at
     assert bits(model.parameters()) == bits(twin.parameters())
 
 
-class Timed:
-    """A job that has ended once the simulator's clock says so."""
-
-    def __init__(self, job: Job, end: float, clock: list[float]) -> None:
-        self.job, self.end, self.clock = job, end, clock
-
-    def at(self) -> float | None:
-        return self.end if self.end <= self.clock[-1] else None
-
-    def wait(self) -> Span:
-        return self.job.wait()
-
-
 def simulated(optimizer: DOSAdam, profile: HardwareProfile, orders: list[tuple[list[int], list[int]]]) -> type[Turns]:
     """Turns that arrive when the simulator says so, and are taken when its CPU is free.
 
@@ -194,10 +183,11 @@ def simulated(optimizer: DOSAdam, profile: HardwareProfile, orders: list[tuple[l
     """
 
     class Simulated(Turns):
-        def __init__(self, planned: Sequence[int]) -> None:
-            super().__init__(planned)
-            self.clock, self.starts = [-math.inf], list[tuple[float, int]]()
-            self.ends = list[float]()
+        def __init__(self, planned: Sequence[int], query: int = 0) -> None:
+            super().__init__(planned, query)
+            self.starts, self.ends = list[tuple[float, int]](), list[float]()
+            self.coming, self.closed = list[tuple[float, Future[Span]]](), threading.Event()
+            self.real: dict[int, Turn] = {}
 
         def give(self, turn: Turn) -> None:
             step = session_of(optimizer).ledger.step
@@ -211,17 +201,28 @@ def simulated(optimizer: DOSAdam, profile: HardwareProfile, orders: list[tuple[l
                 orders.append(([i for _, i in self.starts], []))
             task = next(t for t in made.tasks if t.stream is Stream.CPU and t.subgroup == turn.number)
             waits = [n for n in task.after if n != made.under_way and made.tasks[n].op is not Op.BACKWARD]
-            timed = [Timed(job, self.ends[n], self.clock) for job, n in zip(turn.ready, waits, strict=True)]
-            super().give(turn._replace(ready=timed))
+            assert len(waits) == len(turn.ready)
+            timed = [(self.ends[n], Future[Span]()) for n in waits]
+            self.coming += timed
+            # In the place of the jobs, for which the lane waits in any case.
+            super().give(turn._replace(ready=[ThreadJob(future) for _, future in timed]))
+            self.real[turn.number] = turn
+
+        def close(self, error: BaseException | None = None) -> None:
+            super().close(error)
+            self.closed.set()
 
         def take(self) -> tuple[int, Turn] | None:
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._closed, WAIT_S)
+            assert self.closed.wait(WAIT_S)
             if self.starts:
-                self.clock.append(self.starts.pop(0)[0])
+                now, _ = self.starts.pop(0)
+                for end, future in self.coming:
+                    if end <= now and not future.done():
+                        future.set_result(span(end))
             found = super().take()
             if found is not None:
                 orders[-1][1].append(found[1].number)
+                found = found[0], self.real[found[1].number]
             return found
 
     return Simulated

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import _push_mode
 
+from dos.kernels.update import Arrivals as PlainArrivals
 from dos.kernels.update import Order as Plain
 from dos.step import turns
 from tests.support.races.checker import OURS, Checker, Mode, here
@@ -18,25 +19,33 @@ from tests.support.races.names import places_now
 from tests.support.races.shadow import Clock
 
 
-class Condition(threading.Condition):
-    """Who enters comes behind all who were inside."""
+class Arrivals:
+    """Who takes comes behind all who have handed over, and who waits for all behind what has ended."""
 
-    _clock: Clock = MappingProxyType({})
+    def __init__(self, query: int) -> None:
+        self._arrivals = PlainArrivals(query)
+        self._clock: Clock = MappingProxyType({})
 
-    def __enter__(self) -> bool:
-        entered = super().__enter__()
-        self._receive()
-        return entered
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arrivals, name)
 
-    def __exit__(self, *raised: Any) -> None:
+    def give(self, *arguments: Any) -> None:
         self._send()
-        super().__exit__(*raised)
+        self._arrivals.give(*arguments)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def end(self) -> None:
         self._send()
-        woken = super().wait(timeout)
+        self._arrivals.end()
+
+    def take(self) -> tuple[int, int]:
+        found = self._arrivals.take()
         self._receive()
-        return woken
+        return found
+
+    def wait(self, seconds: float) -> bool:
+        ended = self._arrivals.wait(seconds)
+        self._receive()
+        return ended
 
     def _receive(self) -> None:
         if Checker.active is not None:
@@ -158,5 +167,5 @@ def patch_threads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ThreadPoolExecutor, "submit", submitting)
     patch.setattr(threading.Thread, "start", starting)
     patch.setattr(threading.Thread, "join", joining)
-    patch.setattr(turns, "Condition", Condition)
+    patch.setattr(turns, "Arrivals", Arrivals)
     patch.setattr(turns, "Order", Order)
