@@ -71,6 +71,10 @@ class Kept(list[Copy]):
         self.runs, self.recorded = None, False
 
 
+class Lent(list[Copy]):
+    """Copies of gradients that `p.grad` keeps until the step: rarely are they released before these have ended."""
+
+
 def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
     """Return the copies in groups of small ones that are neighbours on the host.
 

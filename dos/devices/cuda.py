@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
-from dos.devices.coalesce import PIECE_BYTES, Kept, copy_runs, runs
+from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, copy_runs, runs
 from dos.devices.pinned import pin, unpin
 from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
@@ -46,7 +46,7 @@ _GENERAL = (0, 0)
 _URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 """Copies for which compute waits. No other copy runs between their pieces."""
 _ALREADY = nullcontext()
-"""In the place of torch.no_grad() where gradients are off."""
+"""In the place of torch.no_grad() where gradients are off, and of torch.cuda.device() where that is the current one."""
 _HIGH, _NORMAL = -1, 0
 """Priorities of streams, which order kernels only: an update for which the next forward waits runs before others, and
 the empty kernels between copies of state do not wait for compute."""
@@ -68,7 +68,9 @@ class CudaDevice:
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The caller's streams by number."""
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
-        self._leftovers = _leftovers_of(self.torch_device)
+        self._leftovers, self._events = _leftovers_of(self.torch_device), _Events()
+        self._lent: deque[tuple[_CudaJob, Sequence[Tensor]]] = deque()
+        """Gradients that copies in flight read. To tell the allocator of each lets go of Python's lock."""
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
         self._segments = _Segments()
@@ -235,7 +237,7 @@ class CudaDevice:
         return self._mark(self.caller())
 
     def _mark(self, stream: Caller) -> _CudaJob:
-        event = _event()
+        event = self._events.take()
         event.record(cast(torch.cuda.Stream, stream))
         return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, ())
 
@@ -254,6 +256,7 @@ class CudaDevice:
         if isinstance(copies, Kept):
             theirs = [] if copies.recorded else theirs
             copies.recorded = True
+        lent, theirs = (theirs, []) if isinstance(copies, Lent) else ((), theirs)
         ours = [copy[host] for copy in copies]
         found = runs(copies, host=host)  # before the start event, because it takes the host milliseconds
         before = self._turns[op]
@@ -263,7 +266,10 @@ class CudaDevice:
             if then is not None:
                 then()
 
-        return self._queue(op, subgroup, work, after, theirs, ours)
+        job = self._queue(op, subgroup, work, after, theirs, ours)
+        if lent:
+            self._lent.append((job, lent))
+        return job
 
     def launch(
         self,
@@ -289,7 +295,7 @@ class CudaDevice:
         torch sets it in most calls, but not where it waits for an event or queries one. In a thread that never chose a
         device these would make a context, half a gigabyte, on the first GPU, which may be another rank's.
         """
-        return torch.cuda.device(self.torch_device)
+        return _ALREADY if torch.cuda.current_device() == self._index else torch.cuda.device(self.torch_device)
 
     @property
     def only_clocks_updates(self) -> bool:
@@ -341,7 +347,7 @@ class CudaDevice:
         after: Sequence[Job],
         theirs: Sequence[Tensor],
         ours: Sequence[Tensor],
-    ) -> Job:
+    ) -> _CudaJob:
         """Queue work on the stream of `op`.
 
         theirs: device memory that it uses and user code may release. ours: host memory to keep until it is done.
@@ -354,7 +360,8 @@ class CudaDevice:
             torch.no_grad() if torch.is_grad_enabled() else _ALREADY,  # which takes eight calls of Python
         ):
             self._leftovers.release()
-            start, end = _event(), _event()
+            self._release_lent()
+            start, end = self._events.take(), self._events.take()
             for job in after:
                 assert isinstance(job, _CudaJob)
                 # The hazards between streams: `work` reads or overwrites memory that `job` writes, or overwrites memory
@@ -372,6 +379,16 @@ class CudaDevice:
             # No optimizer waits for this copy at the interpreter's exit, which unmaps the memory.
             self._leftovers.add(end, ours)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
+
+    def _release_lent(self) -> None:
+        """Release gradients whose copies have ended. Called wherever work is queued, as behind each update."""
+        with suppress(IndexError):
+            while True:
+                # Taken out first, because another thread may release some, too.
+                first = self._lent.popleft()
+                if first[0].at() is None:
+                    self._lent.appendleft(first)
+                    return
 
 
 class _On:
@@ -525,8 +542,25 @@ def event_query() -> int:
         return 0
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
+class _Events:
+    """Events of jobs that are gone, to be recorded again: to make and to destroy one lets go of Python's lock.
+
+    A stream that waits for an event waits for what was recorded when it was told to.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def take(self) -> torch.cuda.Event:
+        """Return an event to which nothing else refers."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
+
+    def give(self, event: torch.cuda.Event) -> None:
+        """Take an event back to which nothing else refers."""
+        self._free.append(event)
 
 
 @cache
@@ -552,17 +586,26 @@ class _CudaJob:
     subgroup: int | None
     keeps: Sequence[Tensor]
     ended_at: float | None = None
+    span: Span | None = None
 
     def wait(self) -> Span:
+        if self.span is not None:
+            return self.span
         with self.device.current():
             # The span is read from both events, and the caller may use the memory of the job once this returns.
-            self.end.synchronize()
+            if not self.end.query():  # which keeps Python's lock
+                self.end.synchronize()
             self.device._renew_clock()
             end = self.clock.read(self.end)
             if self.start is None:
-                return Span(Lane.GPU, self.op, self.subgroup, end, end)
-            nbytes = sum([tensor.nbytes for tensor in self.keeps])
-            return Span(LANE_OF[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
+                found = Span(Lane.GPU, self.op, self.subgroup, end, end)
+            else:
+                nbytes = sum([tensor.nbytes for tensor in self.keeps])
+                found = Span(LANE_OF[self.op], self.op, self.subgroup, self.clock.read(self.start), end, nbytes)
+            if self.op is Op.GRADIENT:
+                self.device._release_lent()
+        self.span, self.keeps = found, ()
+        return found
 
     @property
     def event(self) -> int:
@@ -584,3 +627,7 @@ class _CudaJob:
         elif self.keeps:
             # The device may still use this host memory, and a wait would block the thread that collects the job.
             self.device._leftovers.add(self.end, self.keeps)
+        elif self.op is not Op.WEIGHTS:  # leftovers have the end of these
+            for event in (self.start, self.end):
+                if event is not None:
+                    self.device._events.give(event)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
-from dos.devices.coalesce import joined
+from dos.devices.coalesce import Lent, joined
 from dos.guard import Guard, Phase, on_own_thread
 from dos.state.homes import Homes
 from dos.state.record import ParameterRecord
@@ -228,7 +228,8 @@ class Ledger:
             self._transits = sorted(self._state.values(), key=lambda transit: transit.number)
         # Behind the work of each queue in which backward writes these gradients.
         behind = () if then is None else (then,)
-        job = self.device.copy(Op.GRADIENT, index, joined(copies), self.device.fence(callers), *behind)
+        sent = joined(copies) if freed else Lent(joined(copies))
+        job = self.device.copy(Op.GRADIENT, index, sent, self.device.fence(callers), *behind)
         nbytes = sum([source.nbytes for _, source in copies])
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self._transits.append(transit)

@@ -321,6 +321,7 @@ class FakeEvent:
                 self._handle = self._runtime.handle()
             self._runtime.recorded += 1
             self.record_ = stream.record()
+            self._asked = 0
 
     def query(self) -> bool:
         self._runtime.check_capture()
