@@ -91,6 +91,8 @@ class CudaDevice:
     def renew(self) -> None:
         """Keep all events for ever in a forked child, which has no CUDA: their destructors would end the process."""
         self._inherited = True
+        _leak(self._events)
+        self._events = _Events()
         _leak(self)
 
     @cached_property
