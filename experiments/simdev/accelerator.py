@@ -45,7 +45,7 @@ lib.sim_order_update.argtypes = [
 lib.sim_arrivals.restype = ctypes.c_void_p
 for _name in ("delete", "end", "close", "fail", "waiting"):
     getattr(lib, f"sim_arrivals_{_name}").argtypes = [ctypes.c_void_p]
-_EVENTS = [ctypes.POINTER(ctypes.c_size_t), ctypes.c_long]
+_EVENTS: list[Any] = [ctypes.POINTER(ctypes.c_size_t), ctypes.c_long]
 lib.sim_arrivals_give.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long, *_EVENTS, ctypes.c_long]
 lib.sim_arrivals_tell.argtypes = [ctypes.c_void_p, ctypes.c_long, *_EVENTS]
 lib.sim_arrivals_take.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_long)]
