@@ -241,7 +241,7 @@ class CudaDevice:
     def _mark(self, stream: Caller) -> _CudaJob:
         event = self._events.take()
         event.record(cast(torch.cuda.Stream, stream))
-        return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, ())
+        return _CudaJob(self, self._clock, None, event, Op.BACKWARD, None, (), given_back=True)
 
     def copy(
         self,
@@ -380,7 +380,7 @@ class CudaDevice:
         if op is Op.WEIGHTS:
             # No optimizer waits for this copy at the interpreter's exit, which unmaps the memory.
             self._leftovers.add(end, ours)
-        return _CudaJob(self, self._clock, start, end, op, subgroup, ours)
+        return _CudaJob(self, self._clock, start, end, op, subgroup, ours, op is not Op.WEIGHTS)  # see leftovers above
 
     def _release_lent(self) -> None:
         """Release gradients whose copies have ended. Called wherever work is queued, as behind each update."""
@@ -587,6 +587,8 @@ class _CudaJob:
     op: Op
     subgroup: int | None
     keeps: Sequence[Tensor]
+    given_back: bool
+    """Whether nothing else has the end once the job is gone. Not computed then: the interpreter may have ended."""
     ended_at: float | None = None
     span: Span | None = None
 
@@ -629,7 +631,7 @@ class _CudaJob:
         elif self.keeps:
             # The device may still use this host memory, and a wait would block the thread that collects the job.
             self.device._leftovers.add(self.end, self.keeps)
-        elif self.op is not Op.WEIGHTS:  # leftovers have the end of these
+        elif self.given_back:
             for event in (self.start, self.end):
                 if event is not None:
                     self.device._events.give(event)
