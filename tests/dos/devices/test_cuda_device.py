@@ -9,6 +9,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam
 from dos.devices import cuda
+from dos.devices.coalesce import Lent
 from dos.devices.cuda import CudaDevice
 from dos.devices.pinned import lazy_zeros
 from dos.devices.ranges import named
@@ -329,3 +331,33 @@ def test_profilers_see_lanes_and_subgroups(runtime: Runtime) -> None:
     assert {"dos H2D prefetch 0", "dos GPU update 0", "dos D2H flush 0"} <= seen
     assert {"dos D2H gradient 1", "dos CPU update 600 parameters", "dos H2D parameter 1"} <= seen
     assert {f"dos {lane.value} 4096 bytes" for lane in (Lane.READ, Lane.WRITE)} <= seen
+
+
+def test_steps_make_no_more_events_once_some_are_there(runtime: Runtime) -> None:
+    """Those of jobs that are gone are recorded again."""
+    model, made = mlp(), list[int]()
+    optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:2", subgroup_size=100)
+    optimizer.attach(model)
+    for _ in range(3):
+        train(model, optimizer, 4)
+        optimizer.synchronize()
+        gc.collect()
+        made.append(runtime.made)
+    assert made[2] == made[1]
+
+
+def test_a_lent_gradient_stays_until_its_copy_has_ended(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is not told of it: user code may release it before, and other work is queued after."""
+    told = list[object]()
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: told.append(tensor))
+    device, gradient, staged = FakeCudaDevice(runtime), torch.ones(5), torch.zeros(5)
+    released = weakref.ref(gradient)
+    job = device.copy(Op.GRADIENT, 0, Lent([(staged, gradient)]))
+    del gradient
+    device.copy(Op.PREFETCH, 0, [(torch.zeros(5), torch.ones(5))])
+    assert released() is not None, "the copy has not ended"
+    runtime.complete(job.end.record_)
+    device.copy(Op.PREFETCH, 0, [(torch.zeros(5), torch.ones(5))])
+    assert not device._lent
+    assert not told
+    assert staged.tolist() == [1] * 5
