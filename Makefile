@@ -8,8 +8,9 @@ COMPLETE := $(VENV)/.complete
 SETUP := VENV="$(VENV)" TORCH="$(TORCH)" PYTHON="$(PYTHON)" bash scripts/setup.sh
 EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 
-# The tests and the demo use the cores that this process may use, whatever a launcher has set.
-unexport OMP_NUM_THREADS
+# The tests and the demo use the cores that this process may use, whatever a launcher has set; and they keep byte code,
+# without which each of the tests' many processes compiles all of dos, and each worker rewrites the asserts of all tests.
+unexport OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo experiments docs quick test test-slow lint format wheel clean
 
@@ -37,9 +38,9 @@ test: $(COMPLETE)
 	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
 	$(BIN)/python -m pytest -q -r s -n $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dxg),2,0) --dist load tests/cuda
 
-# What takes minutes: documented commands at their smallest size.
+# What takes minutes: documented commands at their smallest size, and properties with four times as many examples.
 test-slow: $(COMPLETE)
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m slow
+	OMP_WAIT_POLICY=passive DOS_EXAMPLES=100 DOS_CALLS=48 $(BIN)/python -m pytest -q -m "slow or hypothesis"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,7 +20,7 @@ from tests.support.races import checking
 from tests.support.ranks import TORCH_2_6, Ranks, needs_fsdp2
 from tests.support.training import FAST
 
-EXAMPLES = int(os.environ.get("DOS_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("DOS_EXAMPLES", "25"))
 settings.register_profile("tests", max_examples=EXAMPLES, deadline=None, print_blob=True)  # machines are too noisy
 settings.load_profile("tests")
 

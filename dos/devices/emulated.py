@@ -75,7 +75,7 @@ Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 
 def _nbytes(storages: Storages) -> int:
     # A list of references first, because other threads allocate meanwhile.
-    return sum(storage.nbytes() for storage in (each() for each in storages.valuerefs()) if storage is not None)
+    return sum([storage.nbytes() for each in storages.valuerefs() if (storage := each()) is not None])
 
 
 _REMEDY = (
@@ -258,10 +258,12 @@ class EmulatedDevice:
 
         The caching allocator does the same before it fails: queued work may refer to gradients of the last step.
         """
-        if nbytes > self._free():
-            # A stream is in order: an empty job ends after all work that may refer to memory.
-            for stream in self._streams.values():
-                stream.submit(lambda: None).result()
+        free = self._free()
+        if nbytes <= free:
+            return free
+        # A stream is in order: an empty job ends after all work that may refer to memory.
+        for stream in self._streams.values():
+            stream.submit(lambda: None).result()
         return self._free()
 
     def memory(self) -> Memory:

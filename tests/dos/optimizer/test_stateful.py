@@ -36,7 +36,7 @@ from tests.support.random_plans import ChangingPlans, RandomPlans
 from tests.support.training import FAST, SLOW, assert_close_ulp, bits
 
 ULPS = 64
-SEQUENCES = int(os.environ.get("DOS_CALLS", "24"))
+SEQUENCES = int(os.environ.get("DOS_CALLS", "12"))
 """How many random sequences of calls, for each kind of gradients; a quarter as many with state on disk."""
 
 ALL_WATCHED = bool(os.environ.get("DOS_RACES"))
@@ -741,6 +741,7 @@ class Lockstep(RuleBasedStateMachine):
             assert not whole or eventually(lambda: held().held == 0, 10), "not all was given back"
 
 
+@pytest.mark.hypothesis
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.filterwarnings("ignore:DOSAdam", "ignore:Detected call of", "ignore:.*is not clipped")
 @pytest.mark.parametrize("offload_gradients", [False, True])

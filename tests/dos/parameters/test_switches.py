@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
+from tests.support.crossings import crossed
 from tests.support.disk import SMALL, TWO_WINDOWS, bytes_on_disk
 from tests.support.training import assert_close_ulp, bits, everything, on
 
@@ -94,18 +95,17 @@ FORMAT = (
 MATRIX = r"parameter 2 of shape \(30, 90\) was .* its axes in the order \(1, 0\) in memory"
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
-    ("switch", "message", "when"),
-    [
-        (Run.set_amsgrad, AMSGRAD, 0),
-        (Run.set_amsgrad, AMSGRAD, 2),
-        (Run.set_format, FORMAT, 0),
-        (Run.set_format, FORMAT, 1),
-        (Run.set_format, FORMAT, 2),
-        (Run.relay, MATRIX, 1),
-    ],
-)
+SWITCHES = [
+    (Run.set_amsgrad, AMSGRAD, 0),
+    (Run.set_amsgrad, AMSGRAD, 2),
+    (Run.set_format, FORMAT, 0),
+    (Run.set_format, FORMAT, 1),
+    (Run.set_format, FORMAT, 2),
+    (Run.relay, MATRIX, 1),
+]
+
+
+@pytest.mark.parametrize(("place", "switch", "message", "when"), crossed(PLACES, SWITCHES))
 def test_a_switch_is_refused_before_anything_changes(
     place: str, switch: Callable[[Run, bool], None], message: str, when: int, tmp_path: Path
 ) -> None:
@@ -155,8 +155,7 @@ def test_a_norm_is_refused_where_the_step_would_be(place: str, tmp_path: Path) -
     assert everything(run.model, run.optimizer) == everything(twin.model, twin.optimizer)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("place", "dtype"), crossed(PLACES, [torch.float32, torch.bfloat16]))
 def test_saving_and_building_anew_works_as_the_messages_say(place: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Save, build anew, load: with another memory format to the bit, with amsgrad as if its maximum began then."""
     kept = Run(made(place, tmp_path / "a"), dtype)

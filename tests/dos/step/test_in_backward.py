@@ -21,6 +21,7 @@ from dos import DOSAdam
 from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
 from dos.step.parts import MOST_HELD
+from tests.support.crossings import crossed
 from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
@@ -70,19 +71,18 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("dtype", "state_format", "micro_batches", "offload"),
-    [
-        (torch.float32, None, 1, False),
-        (torch.bfloat16, None, 3, False),
-        (torch.bfloat16, "int8", 1, False),
-        (torch.float16, None, 1, False),
-        (torch.float32, None, 1, True),
-        (torch.bfloat16, None, 3, True),
-        (torch.bfloat16, "int8", 2, True),
-    ],
-)
-@pytest.mark.parametrize("place", PLACES)
+FORMATS = [
+    (torch.float32, None, 1, False),
+    (torch.bfloat16, None, 3, False),
+    (torch.bfloat16, "int8", 1, False),
+    (torch.float16, None, 1, False),
+    (torch.float32, None, 1, True),
+    (torch.bfloat16, None, 3, True),
+    (torch.bfloat16, "int8", 2, True),
+]
+
+
+@pytest.mark.parametrize(("place", "dtype", "state_format", "micro_batches", "offload"), crossed(PLACES, FORMATS))
 def test_same_bits_as_updates_in_step(
     place: Any, dtype: torch.dtype, state_format: str | None, micro_batches: int, offload: bool, parts: list[list[int]]
 ) -> None:

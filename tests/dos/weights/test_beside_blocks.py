@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.blocks import inputs, loss, start
+from tests.support.crossings import crossed
 from tests.support.inside import session_of
 from tests.support.training import assert_close_ulp, bits, everything
 from tests.support.ways import Parts, Stack
@@ -85,19 +86,11 @@ def end(way: Callable[[Any, int], None], weights: Any, again: Any, dtype: torch.
     return everything(model, optimizer)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "state_format"),
-    [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((torch.float32, "int8"), (torch.bfloat16, "float32"))
-        ),
-    ],
-)
+FORMATS = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "int8"), (torch.bfloat16, "float32")]
+
+
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "dtype", "state_format"), crossed(WAYS, FORMATS, every=4))
 def test_a_weight_beside_its_block_has_the_gradient_of_one_that_stays(
     way: Callable[[Any, int], None], dtype: torch.dtype, state_format: str | None, turn: int
 ) -> None:
@@ -172,8 +165,7 @@ def by_grad(model: Any, result: Tensor) -> None:
         p.grad = gradient
 
 
-@pytest.mark.parametrize("way", [by_backward, by_grad])
-@pytest.mark.parametrize(("kind", "place", "penalty", "works"), SUMS)
+@pytest.mark.parametrize(("kind", "place", "penalty", "works", "way"), crossed(SUMS, [by_backward, by_grad]))
 def test_sums_of_three_gradients_have_the_order_of_autograd_or_are_refused(
     kind: Callable[[], nn.Module],
     place: Callable[..., Tensor],

@@ -12,10 +12,14 @@ from torch.nn.utils import parametrize, prune
 
 from dos import DOSAdam, EmulatedDevice
 from dos.state.host_tensor import HostTensor
+from tests.support.crossings import crossed
 from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, batch, bits
 
 pytestmark = pytest.mark.usefixtures("one_core")
+
+STAY = ["auto", 0, 2, 1.0]
+"""How many blocks stay."""
 
 
 class Blocks(nn.Module):
@@ -98,8 +102,7 @@ def changed(change: Callable[[Any, Any], None], weights: Any) -> tuple[Blocks, A
     return model, optimizer
 
 
-@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
-@pytest.mark.parametrize("change", [remove, remove_both, append, exchange_blocks, freeze])
+@pytest.mark.parametrize(("change", "weights"), crossed([remove, remove_both, append, exchange_blocks, freeze], STAY))
 def test_what_attach_can_follow_trains_on_as_adamw(change: Callable[[Any, Any], None], weights: Any) -> None:
     ends = []
     for ours in (True, False):
@@ -195,8 +198,7 @@ def leave(model: Blocks, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(p, None)
 
 
-@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
-@pytest.mark.parametrize("change", [load_amsgrad, leave])
+@pytest.mark.parametrize(("change", "weights"), crossed([load_amsgrad, leave], STAY))
 def test_blocks_stream_on_where_state_is_made_anew_or_left_out(
     change: Callable[[Any, Any], None], weights: Any
 ) -> None:
@@ -233,15 +235,14 @@ def test_the_state_of_blocks_that_the_model_has_lost_goes_with_the_next_attach()
     )
 
 
-@pytest.mark.parametrize("weights", ["auto", 0, 2, 1.0])
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (replace_weight, r"\(24, 24\) has its state beside that of a block's weights, and is none of them"),
-        (tie, r"\(24, 24\) was one of a block's weights, and is now used by several blocks or by none"),
-        (use_outside, r"\(24,\) was one of a block's weights, and is now used by several blocks or by none"),
-    ],
-)
+REFUSED = [
+    (replace_weight, r"\(24, 24\) has its state beside that of a block's weights, and is none of them"),
+    (tie, r"\(24, 24\) was one of a block's weights, and is now used by several blocks or by none"),
+    (use_outside, r"\(24,\) was one of a block's weights, and is now used by several blocks or by none"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "weights"), crossed(REFUSED, STAY))
 def test_what_attach_cannot_follow_it_refuses_before_anything_changes(
     change: Callable[[Any, Any], None], error: str, weights: Any
 ) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.blocks import loss, net, start
+from tests.support.crossings import crossed
 from tests.support.devices import UpdatesAfterStep
 from tests.support.training import FAST, assert_close_ulp, bits
 
@@ -135,8 +136,7 @@ def test_with_moments_in_codes_on_disk_and_planned(
     assert bits(found) == bits(run(torch.bfloat16, lambda model: DOSAdam(model.parameters(), lr=1e-2, **coded), when))
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize(("dtype", "weights", "policy"), MODES)
+@pytest.mark.parametrize(("dtype", "weights", "policy", "when"), crossed(MODES, WHEN))
 def test_it_is_trained_as_by_adamw(dtype: torch.dtype, weights: Any, policy: Any, when: str) -> None:
     found = run(dtype, lambda model: start(model, weights, policy=policy), when)
     assert bits(found) == bits(expected(dtype, when))

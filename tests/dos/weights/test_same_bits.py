@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support.activations import Net
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
+from tests.support.crossings import crossed
 from tests.support.fake_ranks import fake_ranks
 from tests.support.training import FAST, SLOW, bits, everything
 from tests.support.ways import Stack
@@ -53,8 +54,7 @@ def test_any_program_has_the_bits_of_one_with_all_weights_on_the_device(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("policy", ["cpu", "stride:1", 0.5])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("policy", "dtype"), crossed(["cpu", "stride:1", 0.5], [torch.bfloat16, torch.float32]))
 def test_state_on_disk(policy: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     """Windows have no weights, and what stays on the host when state goes to disk does."""
 
@@ -231,9 +231,8 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(
     ("build", "run"), [*itertools.product((frozen, tied), RUNS), (Pairs, RUNS[2]), (Recurrent, RUNS[0])]
 )
-@pytest.mark.parametrize("weights", [0, 2])
-def test_models_of_other_kinds(build: Callable[[Any], nn.Module], run: Any, weights: int) -> None:
-    assert trained(build(run), weights) == trained(build(run), None)
+def test_models_of_other_kinds(build: Callable[[Any], nn.Module], run: Any) -> None:
+    assert trained(build(run), 0) == trained(build(run), 2) == trained(build(run), None)
 
 
 @pytest.mark.parametrize("weights", [0, 3])
