@@ -26,7 +26,7 @@ docs: $(COMPLETE)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # While you work: lint, the layers, and the tests of one package, such as `make quick PACKAGE=tests/dos/weights`.
-PACKAGE ?= tests/dos/rules
+PACKAGE ?= tests/dos/torch_internals
 quick: lint
 	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" tests/test_layering.py $(PACKAGE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -118,3 +119,11 @@ def test_every_documented_command_is_tried() -> None:
     others = [words for words in modules if words[0].split(".")[0] not in ("pytest", "tests")]
     missing = [words for words in others if told_apart(words) not in tried]
     assert not missing
+
+
+def test_packages_that_make_quick_tests_exist() -> None:
+    """By default, and as documents say."""
+    for name in ("Makefile", "CONTRIBUTING.md", "docs/contributing.md"):
+        packages = re.findall(r"PACKAGE(?: \?)?= ?(\w[\w/]*)", (ROOT / name).read_text())
+        assert packages, name
+        assert all((ROOT / package).is_dir() for package in packages), (name, packages)

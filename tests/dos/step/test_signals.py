@@ -26,6 +26,7 @@ from dos.planning.policies import resolve_policy
 from dos.step.ledger import Ledger
 from dos.step.turns import Turns
 from tests.support import blocks
+from tests.support.crossings import crossed
 from tests.support.training import FAST, bits
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -167,8 +168,7 @@ def go_on(run: Run, mode: str) -> None:
         run.step(step)
 
 
-@pytest.mark.parametrize("way", [saves, reads, evaluates, raises])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "way"), crossed(MODES, [saves, reads, evaluates, raises]))
 def test_a_handler_of_a_signal_runs_when_the_call_has_ended(
     mode: str, way: Callable[[Run, list[Any]], None], tmp_path: Path
 ) -> None:

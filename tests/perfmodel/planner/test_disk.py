@@ -124,8 +124,8 @@ def test_json_has_the_disk() -> None:
     assert disk["available"] == 2 * TB
     assert found["machine"]["disk_write_bandwidth"] == 4e9
     assert found["machine"]["disk_write_bandwidth_duplex"] == 2e9
-    assert answer("--params 1e9 --machine h100 --host 256GB --disk 2TB")["disk"]["per_rank"] == 0
-    assert answer("--params 1e9 --machine h100")["disk"] is None
+    assert answer("--params 1e8 --machine h100 --host 256GB --disk 2TB")["disk"]["per_rank"] == 0
+    assert answer("--params 1e8 --machine h100")["disk"] is None
 
 
 def test_the_text_names_the_places_of_state(capsys: pytest.CaptureFixture[str]) -> None:
