@@ -115,7 +115,10 @@ class Departures:
         """
         here = gradient is None
         seen, gradient = self.count(record, gradient), record.parameter.grad if gradient is None else gradient
-        places = [place for place in places if place[0] in wanted]
+        if len(places) != 1:
+            places = [place for place in places if place[0] in wanted]
+        elif places[0][0] not in wanted:  # most lie in one subgroup
+            return []
         if gradient is None or not places:
             return []
         # Before the copy is issued, because the step compares with the gradient as the copy reads it.
@@ -132,7 +135,7 @@ class Departures:
             plain
             and record.layout is None
             and gradient.is_contiguous()
-            and not (gradient.requires_grad or gradient.is_neg())
+            and not (gradient.requires_grad or written.negated)
         ):
             flat = gradient.view(-1)  # as below, with one call that lets go of Python's lock in place of four
         else:

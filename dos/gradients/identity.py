@@ -24,6 +24,7 @@ class Token:
     addresses. The object alone does not either: `gradient.data = ...` changes neither the object nor its version.
 
     gradient: None where DDP will set another tensor with the same values as `p.grad`.
+    negated: whether its memory has the values with the other sign, as a lazily negated tensor's; False for a handle.
     bits: a fingerprint, where the version does not count all writes, or for another tensor; rewritten: whether
         `look_at_bits` has found other bits.
     """
@@ -33,7 +34,7 @@ class Token:
         # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
-        self.rewritten = False
+        self.rewritten = self.negated = False
         self._plain = type(gradient) is Tensor  # as almost all gradients are
         if isinstance(gradient, Tensor):
             try:
@@ -43,7 +44,8 @@ class Token:
             mine = gradient if self._plain else local(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
-            self._reading = mine.data_ptr(), mine.dtype, mine.shape, mine.stride(), mine.is_neg()  # as `_reading`
+            self.negated = mine.is_neg()  # once, because it lets go of Python's lock
+            self._reading = mine.data_ptr(), mine.dtype, mine.shape, mine.stride(), self.negated  # as `_reading`
             if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
 

@@ -155,8 +155,12 @@ class ParameterRecord:
 
     def changed(self) -> bool:
         """Return whether user code wrote to the parameter, or replaced its memory, since `saw`."""
-        now = version(self.parameter) if self.wrapped else version_counter(self.parameter)
-        return self.rewritten or self.version != now or self.moved()
+        if self.wrapped:
+            return self.rewritten or self.version != version(self.parameter) or self.moved()
+        p = self.parameter  # as `moved`, without calls: each gradient that leaves asks
+        if self.rewritten or self.version != version_counter(p) or self.data_ptr != p.data_ptr():
+            return True
+        return self._strides != p.stride() or (p.is_neg() and not self.stand_in)
 
     def settled(self, gradient: Tensor | None) -> bool:
         """Return whether the parameter is unchanged since the last step, and the gradient is like the last one.
