@@ -102,8 +102,8 @@ class Parts:
     def _slot_bytes(self, i: int) -> int:
         """Return the bytes of a slot for the update of a subgroup."""
         subgroup = self._subgroups[i]
-        stays = self.plan.placements[i] is Placement.GPU_RESIDENT
-        return (0 if stays else subgroup.state.carved_bytes) + (subgroup.passing_bytes if self._returns else 0)
+        state = subgroup.state.carved_bytes if self.plan.placements[i] is Placement.GPU_STREAMED else 0
+        return state + (subgroup.passing_bytes if self._returns else 0)
 
     def _get_slots(self, needed: int) -> bool:
         """Allocate the slots, unless they are there; return whether there are any of as many bytes as are needed."""
@@ -112,11 +112,13 @@ class Parts:
             self._busy.clear()
             store.expect_denials(True)
             streamed = self.plan.served(Placement.GPU_STREAMED)
-            nbytes = max([needed, *map(self._slot_bytes, streamed)])
-            most = min(self._granted.slots, len(self.plan) if self._returns else len(streamed))
+            others = [i for i in range(len(self.plan)) if i not in set(streamed)] if self._returns else []
+            alone = max(map(self._slot_bytes, others), default=0)
+            nbytes = max([needed, alone, *map(self._slot_bytes, streamed)])
+            most = min(self._granted.slots, len(streamed) + len(others))
             fitting = most if math.isinf(self._left) else min(most, int(self._left // nbytes))
-            if not fitting and self._returns:  # the memory of one for gradients alone is set apart
-                fitting, nbytes = 1, needed
+            if not fitting and others:  # the memory of one for gradients alone is set apart
+                fitting, nbytes = 1, alone
             store.get_slots(fitting, nbytes)
             self._left = self._left - len(store.slots) * nbytes if store.slots else 0.0
         return bool(store.slots) and store.slots[0].nbytes >= needed

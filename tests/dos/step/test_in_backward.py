@@ -103,6 +103,13 @@ def test_residents_are_updated_together(parts: list[list[int]]) -> None:
     assert sorted(itertools.chain.from_iterable(each)) == [*range(sum(map(len, each)))]
 
 
+def test_offloaded_gradients_return_to_all_residents(parts: list[list[int]]) -> None:
+    """Through a slot that has room for the largest, although a smaller subgroup comes first."""
+    model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 7))
+    trained(model, "backward", "resident", 3, offload_gradients=True, subgroup_size=1100)
+    assert sorted(i for part in parts for i in part) == [0, 0, 1, 1]
+
+
 def test_streamed_subgroups_wait_for_a_slot(parts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are left when backward ends come in the order in which forward needs them."""
     monkeypatch.setattr("dos.step.parts.has_ended", lambda job: False)  # as if each slot were busy until then
