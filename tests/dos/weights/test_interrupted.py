@@ -166,3 +166,27 @@ def test_what_waits_for_the_rest_of_a_backward_that_raises_is_dropped_as_autogra
         optimizer.step()
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
+
+
+def test_ctrl_c_counts_as_other_exceptions_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches, forgotten = list[Any](), list[bool]()
+    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
+    interrupted.after_interruptions.__wrapped__(lambda: forgotten.append(True))
+
+    def stop(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        patches[0](stop, accumulate_grad=True)
+    for _ in range(2):
+        patches[0](lambda **_: None, accumulate_grad=True)
+    assert forgotten == [True]
+
+
+def test_backward_is_replaced_once() -> None:
+    model = net()
+    optimizer = start(model, 0)
+    before = torch.autograd._engine_run_backward
+    optimizer.attach(model, weights=1)
+    start(net(), 0)
+    assert torch.autograd._engine_run_backward is before
