@@ -6,7 +6,9 @@ What random delays find now and then is found here each time. Models are small, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from dos import DOSAdam
 from dos.devices import LANE_OF
+from dos.devices.cuda import CudaDevice
 from perfmodel import Op, Placement
 from tests.support.gpu import DEVICE, NEEDS_GPU, SHRINK, late
 from tests.support.inside import plan_anew
@@ -295,3 +298,16 @@ def test_windows_of_state_on_disk(op: Op, attached: bool, tmp_path: Path) -> Non
     disk: dict[str, Any] = {"disk": tmp_path, "host_memory": 100_000 * SHRINK}
     ours = run(with_policy(RandomPlans(20, slots=1), 1024 * SHRINK, **disk), between=between, **model)
     assert ours == run(with_policy("cpu", 1024 * SHRINK), **model)
+
+
+def test_the_device_is_asked_by_native_code() -> None:
+    """As the CPU lane's threads ask: where the function has another name, these wait in the order of the plan."""
+    device = CudaDevice(torch.device(DEVICE))
+    assert device.event_query
+    query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(device.event_query)
+    with ThreadPoolExecutor(1, initializer=device.bind_host_thread) as thread:
+        torch.cuda._sleep(200_000_000)
+        job: Any = device.mark()
+        assert thread.submit(query, job.event).result() == 600, "not ready"
+        job.wait()
+        assert thread.submit(query, job.event).result() == 0
