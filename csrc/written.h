@@ -20,6 +20,23 @@ uint32_t difference(float master, typename Out::Stored parameter) {
   }
 }
 
+#if defined(__AVX512BW__)
+// Returns the upper halves of what is rounded to nearest, away from zero where masters are never: at ties.
+inline __m512i rounded_halves(BFloat16, __m512 a, __m512 b) {
+  static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                          33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i x = _mm512_add_epi32(_mm512_castps_si512(a), half), y = _mm512_add_epi32(_mm512_castps_si512(b), half);
+  return _mm512_permutex2var_epi16(x, _mm512_loadu_si512(kUpper), y);
+}
+
+inline __m512i rounded_halves(Float16, __m512 a, __m512 b) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const __m256i x = _mm512_cvtps_ph(a, kNearest), y = _mm512_cvtps_ph(b, kNearest);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
+}
+#endif
+
 // Returns whether any of these masters may be another than its parameter, once rounded. Each update asks, and most often
 // none is: what little is wrong (of ties, and of NaN) costs time alone.
 template <class Out>
@@ -29,25 +46,13 @@ bool any_other(const float* __restrict master, const typename Out::Stored* __res
 #if defined(__AVX512BW__)
   if constexpr (!__is_same(Out, Float32)) {
     __m512i found = _mm512_setzero_si512();
-    for (; begin + 16 <= end; begin += 16) {
-      const __m512 values = _mm512_loadu_ps(master + begin);
-      const __m256i stored = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(parameter + begin));
-      if constexpr (__is_same(Out, Float16)) {
-        const __m256i rounded = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        found = _mm512_or_si512(found, _mm512_castsi256_si512(_mm256_xor_si256(rounded, stored)));
-      } else {
-        // The distance from the parameter, in units of the lower half, is less than half a unit of the upper one.
-        const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(stored), 16);
-        const __m512i distance = _mm512_sub_epi32(_mm512_castps_si512(values), upper);
-        found = _mm512_or_si512(found, _mm512_add_epi32(distance, _mm512_set1_epi32(0x8000)));
-      }
+    for (; begin + 32 <= end; begin += 32) {
+      const float* values = master + begin;
+      const __m512i rounded = rounded_halves(Out{}, _mm512_loadu_ps(values), _mm512_loadu_ps(values + 16));
+      const __m512i stored = _mm512_loadu_si512(parameter + begin);
+      found = _mm512_ternarylogic_epi32(found, rounded, stored, 0xF6);  // found | (rounded ^ stored)
     }
-    if constexpr (__is_same(Out, Float16)) {
-      const __m256i half = _mm512_castsi512_si256(found);
-      other |= !_mm256_testz_si256(half, half);
-    } else {
-      other |= _mm512_test_epi32_mask(found, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
-    }
+    other |= static_cast<uint32_t>(_mm512_test_epi32_mask(found, found));
   }
 #endif
 #pragma omp simd reduction(| : other)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from dos.torch_internals.tensors import counts_gradients, hook_again, hooks_after_accumulation, tensor_address
+from dos.torch_internals.tensors import first_counted, hook_again, hooks_after_accumulation, tensor_address
 
 
 def hooks_of_others(leaf: Tensor) -> bool:
@@ -30,21 +30,23 @@ def first_hooked(leaves: Iterable[Tensor]) -> Tensor | None:
     return None
 
 
-def check_hooks(parameter: Tensor) -> None:
-    """Raise ValueError if user code has a hook on the parameter for which a copy in its place has the gradient.
+def check_hooks(parameters: Collection[Tensor]) -> None:
+    """Raise ValueError if user code has a hook on one of the parameters for which a copy in its place has the gradient.
 
     Such a hook reads `p.grad`, or counts the parameters that get a gradient.
     """
-    if hooks_of_others(parameter):
+    found = first_hooked(parameters)
+    if found is not None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of "
+            f"a parameter of shape {tuple(found.shape)} of a block has a hook of "
             "register_post_accumulate_grad_hook(), which would find no p.grad: with weights= backward writes the "
             "gradient of a copy, which then moves to the host; use parameter.register_hook(), or "
             "optimizer.edit_gradients() before step()"
         )
-    if counts_gradients(parameter):
+    found = first_counted(parameters)
+    if found is not None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} of a block has a hook of register_multi_grad_hook(), which "
+            f"a parameter of shape {tuple(found.shape)} of a block has a hook of register_multi_grad_hook(), which "
             "counts the parameters whose gradients backward writes: with weights= it writes that of a copy; use "
             "mode='any', parameter.register_hook(), or optimizer.edit_gradients() before step()"
         )

@@ -138,9 +138,17 @@ def own_parameter(module: nn.Module, name: str) -> Any:
     return dict.get(found, name) if isinstance(found, dict) else own_parameters(module).get(name)
 
 
-def child_of(module: nn.Module, name: str) -> nn.Module | None:
-    """Return the module's own submodule of this name; None if it has none."""
-    return module._modules.get(name)
+Links = Iterable[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]]
+"""Modules, each with a name and the module below it of this name."""
+
+
+def are_linked(links: Links) -> bool:
+    """Return whether all these modules are alive and have the modules below them that they had."""
+    for parent, name, child in links:  # in one loop, for each forward of a block asks
+        above, below = parent(), child()
+        if above is None or below is None or above._modules.get(name) is not below:
+            return False
+    return True
 
 
 def parameters_of(module: nn.Module, *, recurse: bool = True) -> list[Tensor]:

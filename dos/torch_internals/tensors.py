@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -101,10 +101,13 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks)
 
 
-def counts_gradients(parameter: Tensor) -> bool:
-    """Return whether a hook of `register_multi_grad_hook` waits for the gradients of other tensors, too."""
-    hooks = parameter._backward_hooks or {}
-    return any("register_multi_grad_hook.<locals>.get_inner_hook" in repr(hook) for hook in hooks.values())
+def first_counted(parameters: Iterable[Tensor]) -> Tensor | None:
+    """Return the first of these on which a hook of `register_multi_grad_hook` waits for other gradients, too."""
+    for parameter in parameters:  # in one loop: each forward of a block asks
+        hooks = parameter._backward_hooks
+        if hooks and any("register_multi_grad_hook.<locals>.get_inner_hook" in repr(hook) for hook in hooks.values()):
+            return parameter
+    return None
 
 
 def hook_again(parameter: Tensor) -> None:

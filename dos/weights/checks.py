@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from dos.parameters.watching import check_hooks, latest_watcher
 from dos.torch_internals.modes import is_compiled, is_traced
-from dos.torch_internals.module_parameters import child_of, own_parameter, own_parameters, parameters_of
+from dos.torch_internals.module_parameters import Links, are_linked, own_parameter, own_parameters, parameters_of
 from dos.weights.block import Block
-
-Links = list[tuple[weakref.ref[nn.Module], str, weakref.ref[nn.Module]]]
-"""Modules, each with a name and the module below it of this name; weak, for hooks of the model refer to them."""
 
 
 def links_of(module: nn.Module, block: Block) -> Links:
@@ -31,15 +28,6 @@ def links_of(module: nn.Module, block: Block) -> Links:
     ]
 
 
-def are_linked(links: Links) -> bool:
-    """Return whether all modules are where they were."""
-    for parent, name, child in links:  # in each forward of each block
-        above, below = parent(), child()
-        if above is None or below is None or child_of(above, name) is not below:
-            return False
-    return True
-
-
 def check_homes(module: nn.Module, block: Block, links: Links) -> Links:
     """Raise RuntimeError if user code has replaced or moved parameters of a block, or has unfrozen some.
 
@@ -47,18 +35,19 @@ def check_homes(module: nn.Module, block: Block, links: Links) -> Links:
     """
     linked = are_linked(links)
     now = {} if linked else _places_in(module)
+    check_hooks([member.parameter for member in block.members])
     for member in block.members:
-        check_hooks(member.parameter)
         if member.parameter.requires_grad and not member.trained:
             raise RuntimeError(
                 f"a parameter of shape {tuple(member.parameter.shape)} requires gradients, and did not when its weights"
                 " began to stream; call optimizer.attach(model, weights=...) again"
             )
-        for place, name in member.places:
-            if own_parameter(place, name) is not member.parameter:
+        for reference, name in member.where:  # not `places`: each forward of a block asks
+            place = reference()
+            if place is not None and own_parameter(place, name) is not member.parameter:
                 _raise_replaced(module, member.parameter, f"{type(place).__name__}.{name}")
-        for place, name in now.get(id(member.parameter), set()).difference(member.places):
-            _raise_replaced(module, member.parameter, f"{type(place).__name__}.{name}")
+        for other, name in now.get(id(member.parameter), set()).difference(member.places):
+            _raise_replaced(module, member.parameter, f"{type(other).__name__}.{name}")
     return links if linked else links_of(module, block)
 
 

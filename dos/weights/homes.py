@@ -152,7 +152,7 @@ class WeightHomes:
         for member in (m for each in members for m in each):
             p, record = member.parameter, self._registry.record(member.parameter)
             nbytes += p.nbytes
-            check_hooks(p)
+            check_hooks([p])
             if p.requires_grad and id(p) not in group_of:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} in a block requires gradients and is not the optimizer's; "

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.torch_internals.tensors import (
     base_of,
-    counts_gradients,
+    first_counted,
+    first_counted,
     has_storage,
     held_tensor,
     hook_again,
@@ -186,9 +187,10 @@ def test_a_storage_is_known_as_long_as_anything_has_it() -> None:
 
 def test_hooks_that_count_gradients_have_a_name() -> None:
     p, other = (torch.ones(2, requires_grad=True) for _ in range(2))
-    assert not counts_gradients(p), CHANGED
+    assert first_counted([p]) is None, CHANGED
     p.register_hook(lambda g: g)
     torch.autograd.graph.register_multi_grad_hook([p, other], lambda g: None, mode="any")
-    assert not counts_gradients(p), CHANGED
+    assert first_counted([p]) is None, CHANGED
     torch.autograd.graph.register_multi_grad_hook([p, other], lambda g: None)
-    assert all(map(counts_gradients, (p, other))), CHANGED
+    assert first_counted([other]) is other, CHANGED
+    assert first_counted([torch.ones(()), p]) is p, CHANGED
