@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dos.torch_internals.tensors import (
     base_of,
     first_counted,
-    first_counted,
     has_storage,
     held_tensor,
     hook_again,
