@@ -38,6 +38,7 @@ class Block:
     number: its place among the blocks. nbytes: the size of its weights in device memory.
     streams: whether its homes are on the host; else they share the memory of the copies.
     filled: whether the copies have values, or a transfer writes them. running: the number of its forwards that run.
+    exchanging: whether its modules get other parameters now.
     thread: the thread in which the last of them has begun.
     lost: whether this process is a forked child that lacks memory of its homes.
     touched: whether the backward that runs has used it. due: how many of the forwards that it has recomputed it has yet
@@ -56,6 +57,7 @@ class Block:
         self.members = members
         self.streams = True
         self.filled = self.touched = self.lent = self.detached = self.lost = False
+        self.exchanging = False
         self.running = self.due = self.thread = 0
         self.mark = object()
         self.arenas: Collection[Arena] = ()
@@ -245,12 +247,14 @@ class Block:
     def _exchange(self, parameters: Sequence[Tensor]) -> None:
         # A block that runs: recurrent layers read their parameters as these are set, which is no reading by user code.
         self.running += 1
+        self.exchanging = True
         try:
             for member, parameter in zip(self.members, parameters, strict=True):
                 for module, name in member.places:
                     exchange(module, name, parameter)
         finally:
             self.running -= 1
+            self.exchanging = False
 
     def _lead(self) -> list[int]:
         """Return the writes to each copy less the writes to its home: `tell_autograd` raises both counters."""

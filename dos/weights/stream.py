@@ -232,7 +232,7 @@ class _Reading:
             return
         if block is not None and block.running:
             # Where it stays its modules wait one by one as they run, and the block may read their weights before.
-            watcher = None if block.streams else stream.fetching.watcher
+            watcher = None if block.streams or block.exchanging else stream.fetching.watcher
             if watcher is not None:
                 watcher.finish_parameters(self._parameters, captured=False)
             return

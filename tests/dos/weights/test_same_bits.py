@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from tests.support import ways
 from tests.support.activations import Net
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
 from tests.support.crossings import crossed
 from tests.support.fake_ranks import fake_ranks
 from tests.support.training import FAST, SLOW, bits, everything
-from tests.support.ways import Stack
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -154,11 +154,12 @@ class Looks(nn.Module):
         return torch.tanh(self.part(x * self.part.weight.norm()))
 
 
-def test_blocks_that_stay_wait_where_a_weight_is_read_before_its_module_runs() -> None:
+@pytest.mark.parametrize("kind", [Looks, ways.Recurrent])
+def test_blocks_that_stay_wait_where_a_weight_is_read_before_its_module_runs(kind: Callable[[], nn.Module]) -> None:
     """Modules wait one by one for updates, which run on into the forward."""
 
     def run(weights: Any) -> list[bytes]:
-        return trained(Stack(Looks), weights, device=EmulatedDevice(SLOW, 10**8), steps=2, micro_batches=1)
+        return trained(ways.Stack(kind), weights, device=EmulatedDevice(SLOW, 10**8), steps=2, micro_batches=1)
 
     assert run(1.0) == run("auto") == run(None)
 
