@@ -872,13 +872,15 @@ class Session:
         if self.attachment is not None:  # what recomputes in this backward may read past a module's forward
             self.attachment.wait_before_reads()
         mode.remember_settings(self.groups)
+        on_device = self.on_device
+        if on_device is not None and on_device.decisions.pace.holds:
+            return
         if not mode.knows or any(other.unfinished for other in self.registry.watching.others()):
             return
         look_at_bits(self.registry.marked())
         order = None if self.attachment is None else self.attachment.take_new_order()
         if order is not None:
             self.registry.order_by_use(order)
-        on_device = self.on_device
         facts = None if on_device is None else on_device.facts()
         parts = None
         if on_device is not None and facts is not None:

@@ -35,7 +35,10 @@ class Pace:
     A device that queues work waits for the host where that is late: after it has waited for an update, or is slowed by
     the threads that move state. The plan decides for how long, so that such a forward must not count as compute: the
     next plan would leave more work beside it. Hence a forward counts as no longer than one with nothing beside it
-    (`wants_clean`), nor than the backward behind it.
+    (`wants_clean`), nor than the backward behind it. A backward in which updates run counts as no longer than by its
+    forward, as those of an iteration with nothing beside either (`holds`) are to one another.
+
+    holds: whether the backward that runs should have no updates beside it.
     """
 
     def __init__(self, *, queues: bool = True) -> None:
@@ -47,7 +50,9 @@ class Pace:
         """The forward before the backward that runs, once it was read."""
         self._cleans: deque[float] = deque(maxlen=CLEANS)
         """The last forwards with nothing beside them, of which the shortest counts: user code may evaluate in one."""
-        self._clean_next = self._early = False
+        self._backward_over_forward = 0.0
+        """Of an iteration with nothing beside either; 0: not known."""
+        self._clean_next = self._early = self.holds = False
         self._steps, self._due, self._between = 0, FIRST_CLEAN, AGAIN
         self._unread: deque[tuple[Callable[[float], None], _Stretch]] = deque()
 
@@ -58,6 +63,7 @@ class Pace:
 
         before: the iteration before, for whose step the caller may have waited. stalls: waits for saved tensors.
         """
+        self.holds = self._clean_next and not self._backward_over_forward
         clean, self._clean_next = self._clean_next or not self._queues, False
         if before is not None and iteration.forward is not None and iteration.backward is not None:
             waits = (*before.waits[iteration.earlier :], *stalls)
@@ -90,7 +96,9 @@ class Pace:
             self._early = bool(early)
             self._add(lasted, _Stretch(first, iteration.step, stalls))
         if iteration.backward is not None and iteration.step is not None:
-            self._add(self._rest_lasted, _Stretch(iteration.backward, iteration.step, stalls))
+            beside = issued is None
+            stretch = _Stretch(iteration.backward, iteration.step, stalls)
+            self._add(lambda seconds: self._rest_lasted(seconds, beside), stretch)
 
     def wants_clean(self) -> bool:
         """Return whether the next forward should run with nothing beside it; if so, it counts as such a forward.
@@ -132,11 +140,18 @@ class Pace:
                 # The batch has changed, or user code did something else in this forward or the one before: see soon.
                 self._between, self._due = AGAIN, min(self._due, self._steps + AGAIN)
 
-    def _rest_lasted(self, seconds: float) -> None:
+    def _rest_lasted(self, seconds: float, beside: bool) -> None:
+        """beside: whether updates ran in it."""
+        if beside and self._backward_over_forward:
+            seconds = min(seconds, self._backward_over_forward * self.forward.seconds)
         self.rest.add(seconds)
         forward, self._last = self._last, None
         if forward is None:
             return
+        if self._queues and forward.clean and forward.seconds and not beside:
+            if not self._backward_over_forward:
+                self.rest.restart(seconds)
+            self._backward_over_forward = seconds / forward.seconds
         if not forward.clean:
             self.forward.add(min(forward.seconds, min(self._cleans) if self._cleans else seconds))
         self.late_s = max(0.0, forward.seconds - self.forward.seconds)

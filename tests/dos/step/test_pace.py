@@ -21,12 +21,12 @@ def waits(*times: tuple[float, float]) -> list[Wait]:
     return [Wait(At(before), At(after)) for before, after in times]
 
 
-def iterate(pace: Pace, forward_s: float, backward_s: float = 2.0) -> None:
+def iterate(pace: Pace, forward_s: float, backward_s: float = 2.0, issued: float | None = None) -> None:
     """One iteration, in which compute and the device's waits for the host last so long together."""
     iteration = Iteration(Copying())
     iteration.forward, iteration.backward, iteration.step = At(10), At(10 + forward_s), At(10 + forward_s + backward_s)
     pace.backward_begins(iteration, Iteration(Copying()))
-    pace.step(iteration, early=None)
+    pace.step(iteration, early=None, issued=issued)
 
 
 def test_waits_do_not_count() -> None:
@@ -120,3 +120,30 @@ def test_the_host_is_ahead_from_the_step_s_issue_to_the_end_of_backward() -> Non
     assert ahead(True, *[6.0] * 5, *[3.0] * 5) == 6.0
     assert ahead(True, *[10.0] * 5) == 0.0, "the device waited for the host"
     assert ahead(False, *[6.0] * 5) == 0.0, "a device that queues nothing ends with the host"
+
+
+def test_a_backward_that_updates_stretch_is_no_longer_than_one_with_nothing_beside_it() -> None:
+    """Else all updates would seem to end within it, and the plan would leave state on the host for which there is room."""
+    pace = Pace()
+    for _ in range(2):
+        iterate(pace, 3.0, 9.0)
+    assert pace.wants_clean()
+    iterate(pace, 1.0, 2.5, issued=0.0)
+    assert pace.holds
+    for _ in range(40):
+        iterate(pace, 1.0 + pace.forward.seconds, 4.0)
+        assert not pace.holds
+        assert pace.rest.seconds == 2.5
+    iterate(pace, 1.0, 2.0)
+    assert not pace.wants_clean() or not pace.holds, "one is enough"
+
+
+def test_a_backward_grows_with_its_forward() -> None:
+    pace = Pace()
+    for _ in range(2):
+        iterate(pace, 1.0)
+    for step in range(200):
+        wants, size = pace.wants_clean(), 1.0 + (step > 20)
+        backward_s, issued = (4.0 * size, None) if step else (2.5, 0.0)
+        iterate(pace, size if wants else 1.5 * size, backward_s, issued)
+    assert (pace.forward.seconds, pace.rest.seconds) == (2.0, 5.0)
