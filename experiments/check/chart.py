@@ -1,4 +1,4 @@
-"""The chart of README: iterations with attached models on the GPUs that have run the contest, from their results.
+"""The chart of README: iterations with attached models on the GPUs that have run them, from their results.
 
     python -m experiments.chart [--out docs/images]
 
@@ -29,14 +29,24 @@ NAMES = {
     "DeepSpeed ZeRO-Offload": "DeepSpeed ZeRO-Offload",
 }
 """Contenders in the order of their bars, and what the chart calls them."""
+IN_HEADLINE = {
+    "DOSAdam, memory for half, updates in backward": "adaptive, memory for 50%, updates in backward",
+    "DOSAdam, memory for half": "adaptive, memory for 50%",
+    "DOSAdam, memory for a tenth": "adaptive, memory for 10%",
+    "DOSAdam int8, memory for a tenth": "adaptive, memory for 10%, int8 state",
+    "DOSAdam, CPU only": "CPU only",
+    "DOSAdam int8, CPU only": "CPU only, int8 state",
+}
+"""What the contest calls contenders of `experiments.headline`."""
 
 
 def times() -> dict[str, dict[str, float]]:
     """Seconds of an iteration by GPU and contender, attached models."""
-    h200 = _read("nvidia-h200-2026-11-27/results.json")["checks"]["attached"]["figures"]["attached"]
+    h200 = _read("nvidia-h200-2026-11-27-headline/headline-1.2B.json")["rows"]
     h100 = _read("nvidia-h100-2026-11-26/attached.json")["figures"]["attached"]
     return {
-        gpu: {n: each["iteration_s"] for n, each in found.items()} for gpu, found in (("H200", h200), ("H100", h100))
+        "H200": {IN_HEADLINE.get(row["contender"], row["contender"]): row["iteration_s"] for row in h200},
+        "H100": {name: each["iteration_s"] for name, each in h100.items()},
     }
 
 
@@ -51,7 +61,7 @@ def draw(path: Path, found: Mapping[str, Mapping[str, float]]) -> None:
                     axis.text(1e3 * seconds[name] + 8, row, f"{1e3 * seconds[name]:.0f}", va="center", fontsize=9)
                 else:
                     axis.text(8, row, "not run", va="center", fontsize=9, color="#5b6470")
-            axis.set_xlim(0, 940)
+            axis.set_xlim(0, 1050)
             axis.set_yticks(range(len(NAMES)), reversed(NAMES.values()) if not place else [""] * len(NAMES))
             axis.set_ylim(-0.6, len(NAMES) - 0.4)
             axis.set_title(f"NVIDIA {gpu}: ms per iteration")

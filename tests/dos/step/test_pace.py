@@ -123,7 +123,7 @@ def test_the_host_is_ahead_from_the_step_s_issue_to_the_end_of_backward() -> Non
 
 
 def test_a_backward_that_updates_stretch_is_no_longer_than_one_with_nothing_beside_it() -> None:
-    """Else all updates would seem to end within it, and the plan would leave state on the host for which there is room."""
+    """Else all updates would seem to end within it, and state would stay on the host though there is room."""
     pace = Pace()
     for _ in range(2):
         iterate(pace, 3.0, 9.0)
