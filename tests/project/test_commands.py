@@ -42,7 +42,7 @@ SLOW = {
 }
 RUN_ELSEWHERE = {
     **{f"experiments.{name}": "" for name in ("activations", "arithmetic", "disk", "dry", "emulation", "formats")},
-    **{f"experiments.{name}": "" for name in ("kernel", "memory", "overhead", "overlap", "planner")},
+    **{f"experiments.{name}": "" for name in ("headline", "kernel", "memory", "overhead", "overlap", "planner")},
     "experiments.memory --only": "none",
 }
 """`tests/experiments` has them measure. Here they show their options, for which they import all that they need."""

@@ -238,7 +238,7 @@ def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.Monke
     """Where it outruns the link, gradients that it has freed do not pile up on the device."""
     limit = 3 * 10 * 10 * 4
     monkeypatch.setattr("dos.gradients.offload.MOST_IN_TRANSIT", limit)
-    most, copy, submit = [0], FakeCudaDevice.copy, HostLane.submit
+    most, copy, add = [0], FakeCudaDevice.copy, HostLane.add
     under_way: list[tuple[Any, int]] = []
     lane_goes_on = threading.Event()  # which waits for gradients, too
 
@@ -251,10 +251,10 @@ def test_backward_waits_for_the_link(runtime: Runtime, monkeypatch: pytest.Monke
         return job
 
     def late(lane: HostLane, work: Callable[[], None]) -> Future[None]:
-        return submit(lane, lambda: (lane_goes_on.wait(), work())[1])
+        return add(lane, lambda: (lane_goes_on.wait(), work())[1])
 
     monkeypatch.setattr(FakeCudaDevice, "copy", counted)
-    monkeypatch.setattr(HostLane, "submit", late)
+    monkeypatch.setattr(HostLane, "add", late)
     lane_goes_on.set()
     model = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(8)), nn.Linear(10, 100, bias=False))
     optimizer = DOSAdam(model.parameters(), policy="cpu", device=FakeCudaDevice(runtime), offload_gradients=True)
