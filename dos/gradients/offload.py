@@ -272,7 +272,7 @@ class OffloadedGradients:
                 self._store.reserve_whole(passage)
             incoming = passage.tensor[: source.nbytes].view(source.dtype)
             job = self._send(incoming, source, index, subgroup, ledger)
-            # The CPU lane is one thread, and adds in the order of backward: sums have the same bits each time.
+            # One thread adds, in the order of backward: sums have the same bits each time.
             arrived = ledger.lane.add(partial(_add_arrived, job, incoming, target, before.dtype, after, other))
             after = [arrived]
             # With its last reader: the next gradient must not be copied over a part that the lane has yet to add.

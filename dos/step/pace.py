@@ -53,6 +53,8 @@ class Pace:
         self._backward_over_forward = 0.0
         """Of an iteration with nothing beside either; 0: not known."""
         self._clean_next = self._early = self.holds = False
+        self._beside = 0
+        """Backwards in which updates ran."""
         self._steps, self._due, self._between = 0, FIRST_CLEAN, AGAIN
         self._unread: deque[tuple[Callable[[float], None], _Stretch]] = deque()
 
@@ -63,7 +65,8 @@ class Pace:
 
         before: the iteration before, for whose step the caller may have waited. stalls: waits for saved tensors.
         """
-        self.holds = self._clean_next and not self._backward_over_forward
+        # Not later: where updates have released gradients for long, state takes the memory that all of them would need.
+        self.holds = self._clean_next and not self._backward_over_forward and self._beside <= 1
         clean, self._clean_next = self._clean_next or not self._queues, False
         if before is not None and iteration.forward is not None and iteration.backward is not None:
             waits = (*before.waits[iteration.earlier :], *stalls)
@@ -97,6 +100,7 @@ class Pace:
             self._add(lasted, _Stretch(first, iteration.step, stalls))
         if iteration.backward is not None and iteration.step is not None:
             beside = issued is None
+            self._beside += beside
             stretch = _Stretch(iteration.backward, iteration.step, stalls)
             self._add(lambda seconds: self._rest_lasted(seconds, beside), stretch)
 

@@ -125,8 +125,8 @@ def test_the_host_is_ahead_from_the_step_s_issue_to_the_end_of_backward() -> Non
 def test_a_backward_that_updates_stretch_is_no_longer_than_one_with_nothing_beside_it() -> None:
     """Else all updates would seem to end within it, and state would stay on the host though there is room."""
     pace = Pace()
-    for _ in range(2):
-        iterate(pace, 3.0, 9.0)
+    for issued in (0.0, None):
+        iterate(pace, 3.0, 9.0, issued)
     assert pace.wants_clean()
     iterate(pace, 1.0, 2.5, issued=0.0)
     assert pace.holds
@@ -134,16 +134,24 @@ def test_a_backward_that_updates_stretch_is_no_longer_than_one_with_nothing_besi
         iterate(pace, 1.0 + pace.forward.seconds, 4.0)
         assert not pace.holds
         assert pace.rest.seconds == 2.5
-    iterate(pace, 1.0, 2.0)
-    assert not pace.wants_clean() or not pace.holds, "one is enough"
 
 
 def test_a_backward_grows_with_its_forward() -> None:
     pace = Pace()
-    for _ in range(2):
-        iterate(pace, 1.0)
+    for issued in (0.0, None):
+        iterate(pace, 1.0, issued=issued)
     for step in range(200):
         wants, size = pace.wants_clean(), 1.0 + (step > 20)
         backward_s, issued = (4.0 * size, None) if step else (2.5, 0.0)
         iterate(pace, size if wants else 1.5 * size, backward_s, issued)
     assert (pace.forward.seconds, pace.rest.seconds) == (2.0, 5.0)
+
+
+def test_no_backward_holds_its_updates_once_state_may_have_the_memory_of_gradients() -> None:
+    """As where all state was on the device, which needs no such forward, and has to leave."""
+    pace = Pace()
+    for _ in range(9):
+        iterate(pace, 1.0)
+    assert pace.wants_clean()
+    iterate(pace, 1.0)
+    assert not pace.holds
