@@ -65,7 +65,7 @@ def _in_turn(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor:
 
 def _forward(model: GPT) -> Tensor:
     x = model.tokens(torch.empty(1, device=model.tokens.weight.device))
-    x = _run(_NOTHING, (model.positions.weight,), x)
+    x = model.positions(x)
     for block in model.blocks:
         x = block(x)
     return _run(_NOTHING, (model.tokens.weight,), model.norm(x))  # tied: its gradient comes last
@@ -86,7 +86,7 @@ def dry_gpt(device: torch.device, times: Times | None = None, config: GPTConfig 
             share = sum(p.numel() for p in own) / numel
             layer.forward = partial(_run, (times or Times()).scaled(share, 1 / len(layers)), own)
         block.forward = partial(_in_turn, layers)
-    ends: tuple[nn.Module, ...] = (model.norm, model.tokens)
+    ends: tuple[nn.Module, ...] = (model.norm, model.tokens, model.positions)
     for layer in ends:
         layer.forward = partial(_run, _NOTHING, tuple(layer.parameters()))
     whole: nn.Module = model
