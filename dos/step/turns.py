@@ -40,7 +40,7 @@ class Turns:
 
     Turns update one at a time, in the order in which they are taken: of those whose gradients and state have arrived,
     the first of the plan. So none waits for what another one lacks. The simulator has the same rule
-    (`perfmodel.lanes.run_tasks`). Who waits for a turn needs neither Python nor its lock: see csrc/arrivals.h.
+    (`perfmodel.lanes.run_tasks`). A thread that waits for a turn needs neither Python nor its lock (csrc/arrivals.h).
 
     planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
         of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
@@ -69,7 +69,7 @@ class Turns:
         for job in turn.ready:
             _sort(job, events, futures)
         self._given.append(turn)
-        # The only change: after an exception before or behind it, as of Ctrl-C, nobody waits in vain.
+        # The only change: after an exception before or behind it, as of Ctrl-C, no thread waits in vain.
         self._arrivals.give(number, self._rank[turn.number], events, len(futures))
         for future in futures:
             future.add_done_callback(partial(_tell, self._arrivals, number))
@@ -142,7 +142,7 @@ class Turns:
 def _sort(job: Job, events: list[int], futures: list[Future[Any]]) -> None:
     """Add the event, or the future, by which a job tells that it has ended, to one of the lists; none if it has.
 
-    A job that has failed, or that cannot be asked, has ended, too: whoever waits for it finds out.
+    A job that has failed, or that cannot be asked, has ended, too: the thread that waits for it finds out.
     """
     event = getattr(job, "event", 0)
     future = None if event else getattr(job, "future", None)
