@@ -43,10 +43,7 @@ def schedule(
             load.numel,
             load.returned_bytes or (None if overlapped and i not in on_disk else load.gradient_bytes),
             load.parameter_bytes,
-            (),
-            None,
-            0,
-            i in streaming,
+            streams=i in streaming,
         )
         for i, (load, placement) in enumerate(zip(loads, plan.placements, strict=True))
     ]

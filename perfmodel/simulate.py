@@ -102,7 +102,7 @@ class Simulator:
         loads, kinds, known = self._workload.subgroups, self._kinds, self._costs
         each_s, compute = self._workload.seconds_by_size, Stream.COMPUTE
         tasks = []
-        for op, stream, subgroup, size, after, _, _, _, _ in schedule.tasks:
+        for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
                 seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
             else:

@@ -83,7 +83,7 @@ class HostJob:
 def has_ended(job: Job) -> bool:
     """Return whether a job of a device, or of the host, has ended. Does not wait.
 
-    A job that has failed, or that cannot be asked, has ended, too: whoever waits for it finds out.
+    A job that has failed, or that cannot be asked, has ended, too: the thread that waits for it finds out.
     """
     try:
         asked = getattr(job, "at", None)  # jobs of a device that is queued for can be asked as marks can

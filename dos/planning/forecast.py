@@ -120,10 +120,9 @@ class Forecast:
         self._others_now = max(others, self._others_now or 0)
         if phase is Op.BACKWARD:
             self._backward = _Fall.of(self._backward, free + held)
-        if late:
-            self._late = _Fall.of(self._late, free + held)
         left = free + held + others
         if late:
+            self._late = _Fall.of(self._late, free + held)
             self._late_left = left if self._late_left is None else min(left, self._late_left)
         self._sampled[phase] = min(left, self._sampled.get(phase, left))
         if phase is not Op.UPDATE:

@@ -76,7 +76,7 @@ class HostLane:
             self._take(turns)
         finally:
             _wait_for(other)
-            turns.order.close()  # nobody hands over an update any more
+            turns.order.close()  # no thread hands over an update any more
             _wait_for(serving)
 
     def _take(self, turns: Turns) -> None:

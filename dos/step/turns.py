@@ -60,7 +60,7 @@ class Turns:
         self._noting = Lock()
 
     def again(self) -> Turns:
-        """Return turns of the same plan, for a forked child, in which nobody takes those of its parent."""
+        """Return turns of the same plan, for a forked child, in which no thread takes those of its parent."""
         return Turns(self.planned, self._query)
 
     def give(self, turn: Turn) -> None:
@@ -92,7 +92,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """The number of turns that nobody has taken."""
+        """The number of turns that no thread has taken."""
         return int(self._arrivals.waiting())
 
     @contextmanager

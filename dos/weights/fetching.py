@@ -126,8 +126,8 @@ class Fetching:
         if not block.replaced():
             return
         # Of all blocks at once: the memory of one may be the place of another's, as where user code exchanges weights.
-        found = {each: each.replaced() for each in self.blocks if each is block or not each.running}
-        found = {each: parameters for each, parameters in found.items() if parameters}
+        blocks = [each for each in self.blocks if each is block or not each.running]
+        found = {each: parameters for each in blocks if (parameters := each.replaced())}
         # As `WeightStream.before_reading`, within a call of the optimizer.
         for each in found:
             self.release_unused(each)

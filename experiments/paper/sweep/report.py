@@ -60,10 +60,10 @@ def write_report(path: Path, found: Found, predictor: Predictor) -> None:
 def report(found: Found, predictor: Predictor, cases: Cases) -> str:
     """The report as Markdown."""
     comparisons = {name: compare(*found[name]) for name in CHARTS}
-    groups = _by_machine(found["lanes"][1])
-    tables = [f"{markdown(lane_table(groups[0]))}\n\n", *[""] * (len(groups) - 1)]
+    first, *others = _by_machine(found["lanes"][1])
     lanes = [
-        f"**{_where(group)}**\n\n{table}{_explained(group)}\n" for group, table in zip(groups, tables, strict=True)
+        f"**{_where(first)}**\n\n{markdown(lane_table(first))}\n\n{_explained(first)}\n",
+        *(f"**{_where(group)}**\n\n{_explained(group)}\n" for group in others),
     ]
     return TEMPLATE.read_text().format(
         images=PICTURES,
