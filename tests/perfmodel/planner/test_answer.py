@@ -274,10 +274,34 @@ def test_offloaded_gradients_come_up_again_for_updates_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100", "a100_bound", "rtx_4090_desktop"])
+def test_the_plan_is_the_optimizer_s(name: str) -> None:
+    expected, optimizer = answer_and_optimizer(name, cpu_only_s=0.01)
+    optimizer.step()
+    assert optimizer.plan() == expected.plan
+
+
+@pytest.mark.parametrize("name", ["h100", "a100_bound", "rtx_4090_desktop"])
 @compares_with_a_clock
-def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(name: str) -> None:
-    """The optimizer on an emulated machine makes the planner's plan, and is within 15% of the planner's time."""
-    numel, cpu_only_s = 2_000_000, 0.2
+def test_the_update_takes_as_long_as_expected(name: str) -> None:
+    """Within 15% of the planner's time on an emulated machine."""
+    expected, optimizer = answer_and_optimizer(name, cpu_only_s=0.2)
+    for _ in range(2):  # state moves to where the plan has it
+        optimizer.step()
+    seconds = []
+    for _ in range(4):
+        optimizer.step()
+        seconds.append(max(span.end for span in optimizer.timeline().spans))
+    measured = statistics.median(seconds)
+    needed = f"needed {expected.update_s:.3f} s for an update, within 15%"
+    assert measured == pytest.approx(expected.update_s, rel=0.15), f"{needed}, found {measured:.3f} s"
+
+
+def answer_and_optimizer(name: str, cpu_only_s: float) -> tuple[Outcome, DOSAdam]:
+    """The planner's answer for 2 million parameters, and an optimizer of them on the emulated machine.
+
+    cpu_only_s: seconds that an update on the CPU alone takes there.
+    """
+    numel = 2_000_000
     machine = HardwareProfile.builtin(name).replace(copy_latency_s=0.0, launch_latency_s=0.0)
     settings = {"ranks": machine.ranks_per_host, "sequence": 8, "chosen_size": numel // 10, "reserved": 0}
     asked = question(numel, name, profile=machine, flops_rate=math.inf, **settings)
@@ -296,13 +320,4 @@ def test_the_plan_is_the_optimizer_s_and_the_update_takes_as_long_as_expected(na
     optimizer = DOSAdam(
         [parameter], policy="adaptive", profile=profile, subgroup_size=asked.subgroup_size, device=device
     )
-    for _ in range(2):  # the first plan is the closed form's; state then moves to where the second one has it
-        optimizer.step()
-    seconds = []
-    for _ in range(4):
-        optimizer.step()
-        seconds.append(max(span.end for span in optimizer.timeline().spans))
-        assert optimizer.plan() == expected.plan, f"needed {expected.plan}, found {optimizer.plan()}"
-    measured = statistics.median(seconds)
-    needed = f"needed {expected.update_s:.3f} s for an update, within 15%"
-    assert measured == pytest.approx(expected.update_s, rel=0.15), f"{needed}, found {measured:.3f} s"
+    return expected, optimizer
