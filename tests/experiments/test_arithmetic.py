@@ -46,7 +46,7 @@ def test_compute_alone_is_below_runs_and_the_loop_and_the_planner_are_near_them(
     for row in found["peers"]:
         residuals[row["software"], row["gpu"]].append(round(100 * row["residual"]))
     for run, of_run in residuals.items():
-        count, low, high = told[run]
+        _, low, high = told[run]
         assert low <= min(of_run) <= max(of_run) <= high, run
         assert models or told[run] == (len(of_run), min(of_run), max(of_run)), run
 
