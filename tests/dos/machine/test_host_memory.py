@@ -14,6 +14,7 @@ from torch import nn
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.machine.host_memory import available_bytes, check_host_memory, container_bytes
+from tests.support.processes import run_python
 from tests.support.training import FAST, bits, mlp, train
 
 GIB = 2**30
@@ -168,26 +169,40 @@ def test_a_system_that_grants_no_more_than_it_has(host: Host) -> None:
         check_host_memory(5 * GIB)
 
 
-@pytest.mark.parametrize(("kind", "field"), [(resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")])
-@pytest.mark.parametrize(("state_format", "room"), [("float32", 60), ("int8", 12)])
-def test_a_step_that_may_not_map_its_state_changes_nothing(kind: int, field: str, state_format: str, room: int) -> None:
-    parameter = nn.Parameter(torch.ones(4 << 20))
-    device = EmulatedDevice(FAST, capacity=10**9)
-    optimizer = DOSAdam([parameter], policy="cpu", device=device, state_format=state_format)
-    parameter.grad = torch.ones_like(parameter)
-    used = host_memory._field(Path("/proc/self/status"), field)
-    before = resource.getrlimit(kind)
-    assert used is not None
-    resource.setrlimit(kind, ((used << 10) + (room << 20), before[1]))
-    try:
-        with pytest.raises(MemoryError, match="more of address space"):
-            optimizer.step()
-    finally:
-        resource.setrlimit(kind, before)
-    assert parameter.detach().min() == parameter.detach().max() == 1
-    optimizer.step()
-    optimizer.synchronize()
-    assert parameter.detach().max() < 1
+LIMITED = """
+import pathlib, resource, sys
+import pytest, torch
+from dos import DOSAdam, EmulatedDevice
+from dos.machine import host_memory
+from tests.support.training import FAST
+
+limit, field, state_format, room = sys.argv[1:]
+kind = getattr(resource, limit)
+parameter = torch.nn.Parameter(torch.ones(4 << 20))
+device = EmulatedDevice(FAST, capacity=10**9)
+optimizer = DOSAdam([parameter], policy="cpu", device=device, state_format=state_format)
+parameter.grad = torch.ones_like(parameter)
+used, before = host_memory._field(pathlib.Path("/proc/self/status"), field), resource.getrlimit(kind)
+resource.setrlimit(kind, ((used << 10) + (int(room) << 20), before[1]))
+try:
+    with pytest.raises(MemoryError, match="more of address space"):
+        optimizer.step()
+finally:
+    resource.setrlimit(kind, before)
+assert parameter.detach().min() == parameter.detach().max() == 1
+optimizer.step()
+optimizer.synchronize()
+assert parameter.detach().max() < 1
+"""
+"""In a process of its own: one that has run other tests has mapped memory that it can use again."""
+
+
+@pytest.mark.parametrize(("limit", "field"), [("RLIMIT_AS", "VmSize:"), ("RLIMIT_DATA", "VmData:")])
+@pytest.mark.parametrize(("state_format", "room"), [("float32", "60"), ("int8", "12")])
+def test_a_step_that_may_not_map_its_state_changes_nothing(
+    limit: str, field: str, state_format: str, room: str
+) -> None:
+    run_python("-c", LIMITED, limit, field, state_format, room)
 
 
 def test_needed_memory_is_logged_first(host: Host, caplog: pytest.LogCaptureFixture) -> None:
