@@ -89,6 +89,7 @@ class Backward:
         ledger.ended = self.decisions.learn
         # Weak: the monitor refers to the activations, and a cycle would leave device memory to the garbage collector.
         activations.sample = weakref.WeakMethod(self.decisions.memory.sample)
+        activations.give_way = weakref.WeakMethod(self.give_way)
         if self.decisions.follows_memory:
             activations.runs_short = weakref.WeakMethod(self.decisions.memory.runs_short)
         self.now = Iteration(device)
@@ -341,6 +342,28 @@ class Backward:
         self._ledger.cancel_all()
         self.departures.forget()
         self.begin_gradients()
+
+    def give_way(self, nbytes: int) -> None:
+        """Move state off the device for `nbytes` of a saved tensor or a block that cannot be allocated there.
+
+        Called within a call that has the optimizer's lock.
+        """
+        # First, because the last step may still use the state that is moved below.
+        self._ledger.settle()
+        held = self._ledger.stores.device.nbytes
+        # State that backward has fetched, and its slots, take memory, too.
+        self.cancel_all()
+        self._ledger.bring_home(self._registry.accelerated)
+        # The plan gave state too much memory: user code alone would have had enough.
+        self.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
+        self.device.trim()
+
+    def sample_in_forward(self) -> None:
+        """Sample the device's memory, unless the last sample is recent or a graph is captured."""
+        memory = self.decisions.memory
+        # Asked last: a capture, in which nothing may be measured, is rare, and each module of a forward calls this.
+        if time.perf_counter() >= memory.due and not self.device.capturing():
+            memory.sample()
 
     def begin_gradients(self) -> None:
         """Let offloaded gradients begin anew: parameters are compared at the next one."""

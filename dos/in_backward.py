@@ -587,12 +587,12 @@ def _run(
     with contextlib.ExitStack() as ends:
         try:
             for session, each in runs:
-                session.run_begins(each)
+                session.runs.run_begins(each)
             found = run()
         except BaseException as error:
             for session, each in runs:
-                ends.callback(session.run_failed, each, error)
+                ends.callback(session.runs.run_failed, each, error)
             raise
         for session, each in runs:
-            ends.callback(session.run_ends, each)
+            ends.callback(session.runs.run_ends, each)
     return found

@@ -179,7 +179,7 @@ class DOSAdam(Optimizer):
         self._process_groups = checked_groups(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
-        self._session.reconciler.seen = False  # only torch's constructor has read the state, no user code
+        self._session.assembly.reconciler.seen = False  # only torch's constructor has read the state, no user code
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -198,12 +198,12 @@ class DOSAdam(Optimizer):
         """
         loss = None
         if closure is not None:
-            self._session.refuse_closure()
+            self._session.runs.refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may
         # wait: a deadlock.
-        self._session.finish_others()
+        self._session.waiting.finish_others()
         self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
 
@@ -214,9 +214,9 @@ class DOSAdam(Optimizer):
         Raises RuntimeError if a transfer or an update failed, with its cause. Ctrl-C takes effect when all is
         complete; the second one ends the wait at once, and a later call waits for the rest.
         """
-        self._session.synchronize()
+        self._session.waiting.synchronize()
         # A forward that was called before may still read weights at home, to which user code may write after this.
-        self._session.release_homes()
+        self._session.waiting.release_homes()
 
     @shell
     def attach(
@@ -255,11 +255,11 @@ class DOSAdam(Optimizer):
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters, or
         with ``updates="backward"`` where updates cannot begin in backward.
         """
-        check_model(model, self._session.parameters)
+        check_model(model, self._session.assembly.parameters)
         if updates not in ("step", "backward"):
             raise ValueError(f"updates must be 'step' or 'backward', found {updates!r}")
         amounts = checked_amount(activations), checked_weights(weights)
-        self._session.attach(model, *amounts, blocks, updates=updates == "backward")
+        self._session.attaching.attach(model, *amounts, blocks, updates=updates == "backward")
         if updates == "backward":
             refuse_clipping()
         watch_zeroing(self._session)
@@ -276,7 +276,7 @@ class DOSAdam(Optimizer):
         Also for a backward of another loss that reaches parameters of ``model``, before ``zero_grad()``. Without
         ``updates="backward"`` it changes nothing.
         """
-        return self._session.no_update()
+        return self._session.runs.no_update()
 
     def offload_activations(self, activations: float | Literal["auto"] = "auto") -> AbstractContextManager[None]:
         """Move tensors that autograd saves to the host until backward needs them; surrounds a forward. ::
@@ -297,7 +297,7 @@ class DOSAdam(Optimizer):
         amount = checked_amount(activations)
         if amount is None:
             raise TypeError("activations must be a share from 0 to 1, bytes as an int, or 'auto', found None")
-        return self._session.offload_activations(amount)
+        return self._session.attaching.offload_activations(amount)
 
     def register_ddp(
         self, model: DistributedDataParallel, comm_hook: CommHook | None = None, comm_state: Any = None
@@ -320,11 +320,11 @@ class DOSAdam(Optimizer):
 
         Also those that another DOSAdam has offloaded of the same parameters.
         """
-        if not set_to_none and self._session.unfinished:
+        if not set_to_none and self._session.ledger.unfinished:
             self.synchronize()  # the step may still read the gradients that are overwritten below
         tell_others(self._session, set_to_none)
-        self._session.forget_gradients()
-        with self._session.lists_at_rest():
+        self._session.edits.forget_gradients()
+        with self._session.waiting.lists_at_rest():
             zero_grad_of_optimizers(self, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -339,7 +339,7 @@ class DOSAdam(Optimizer):
         check_number(max_norm, "max_norm", or_bool=False)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        return self._session.clip(max_norm)
+        return self._session.edits.clip(max_norm)
 
     def edit_gradients(self, edit: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         """Call ``edit(parameter, gradient)`` once for each parameter that has a gradient; between backward and step. ::
@@ -361,14 +361,14 @@ class DOSAdam(Optimizer):
         Raises TypeError or ValueError for anything else that ``edit`` returns, ValueError if it returns None both for
         gradients that it has edited and for others, and as ``step()`` does.
         """
-        self._session.edit_gradients(edit)
+        self._session.edits.edit_gradients(edit)
 
     def grad_norm(self) -> Tensor:
         """Return the global 2-norm of all gradients as the next ``step()`` will use them: float32, shape ().
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
-        return self._session.norm()
+        return self._session.edits.norm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, as in AdamW. Raises as the constructor does, and then adds nothing."""
@@ -389,11 +389,11 @@ class DOSAdam(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of parameters, as in AdamW."""
-        return self._session.groups
+        return self._session.assembly.groups
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._session.groups = groups
+        self._session.assembly.groups = groups
 
     @property
     @shell
@@ -405,12 +405,12 @@ class DOSAdam(Optimizer):
         dos.disk.DiskError if another program has changed its state on disk.
         """
         self._session.guard.check()
-        return self._session.reconciler.state
+        return self._session.assembly.reconciler.state
 
     @state.setter
     def state(self, state: Mapping[Tensor, Any]) -> None:
-        self._session.bring_home()
-        self._session.install_state(state)
+        self._session.state.bring_home()
+        self._session.state.install(state)
 
     @disable_dynamo
     @shell
@@ -474,11 +474,11 @@ class DOSAdam(Optimizer):
                 loss = model(batch)
                 loss.backward()
         """
-        return self._session.release_memory()
+        return self._session.state.release_memory()
 
     def plan(self) -> Plan | None:
         """Return the plan of the last step; None before the first, or with all parameters on the host."""
-        decisions = self._session.decisions
+        decisions = self._session.assembly.decisions
         return None if decisions is None else decisions.plan
 
     def timeline(self) -> Timeline:
@@ -492,7 +492,7 @@ class DOSAdam(Optimizer):
         Empty, and false, before the first step and with all parameters on the host; ``missing``
         then says why, and so does the warning with which an empty trace is saved.
         """
-        decisions = self._session.decisions
+        decisions = self._session.assembly.decisions
         if decisions is None:
             return Timeline((), missing=_NOT_ACCELERATED)
         found = None if decisions.ended is None else decisions.ended.timeline
@@ -505,7 +505,7 @@ class DOSAdam(Optimizer):
         None with another policy, with all parameters on the host, and until the first iteration asks
         for rates. Copies and pickles begin again with the ``profile`` that was passed.
         """
-        decisions = self._session.decisions
+        decisions = self._session.assembly.decisions
         return None if decisions is None else decisions.profile
 
     def explain(self) -> str:
@@ -514,7 +514,7 @@ class DOSAdam(Optimizer):
         After ``attach`` a step is complete once the next backward has begun. This waits for nothing and changes
         nothing, and can be called on any thread; before the first complete step it says so.
         """
-        decisions = self._session.decisions
+        decisions = self._session.assembly.decisions
         report = None if decisions is None else decisions.ended
         missing = _NOT_ACCELERATED if decisions is None else _NOT_ENDED
         return f"{missing[0].upper()}{missing[1:]}." if report is None else str(report)
@@ -539,7 +539,7 @@ class DOSAdam(Optimizer):
         Values that are not known are missing; before the first step, or with all parameters on the host, the dict is
         empty.
         """
-        decisions = self._session.decisions
+        decisions = self._session.assembly.decisions
         report = None if decisions is None else decisions.ended
         skipped = {"skipped_steps": float(self._session.skipped)} if self._options.skip_nonfinite else {}
         return skipped if report is None else report.metrics() | skipped
@@ -550,8 +550,8 @@ class DOSAdam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
         self._set_up(own.pop("options"), own.pop("device"))
-        self._session.install_state(own.pop("state"))
-        self._session.groups = own.pop("param_groups")
+        self._session.state.install(own.pop("state"))
+        self._session.assembly.groups = own.pop("param_groups")
         super().__setstate__(own)
         for group in self.param_groups:
             self._session.admit(group)

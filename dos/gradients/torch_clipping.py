@@ -66,11 +66,11 @@ def _clip_grad_norm(
     """Clip as torch does, and offloaded gradients, too: their factor is folded into the update."""
     found = _as_list(parameters)
     _refuse_updated(found, "clip_grad_norm_")
-    sessions = [session for session in list(_sessions) if session.may_have_offloaded(found)]
+    sessions = [session for session in list(_sessions) if session.edits.may_have_offloaded(found)]
     if not sessions:
         # torch warns of a generator that is empty.
         return clip(found or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    norms = [session.offloaded_norm(found, float(norm_type)) for session in sessions]
+    norms = [session.edits.offloaded_norm(found, float(norm_type)) for session in sessions]
     gradients = [p.grad for p in found if p.grad is not None]
     if gradients:
         norms.insert(0, whole(torch.nn.utils.get_total_norm(gradients, norm_type, foreach=foreach)))
@@ -83,7 +83,7 @@ def _clip_grad_norm(
         )
     torch.nn.utils.clip_grads_with_norm_([p for p in found if p.grad is not None], max_norm, total, foreach)
     for session in sessions:
-        session.fold_offloaded(found, clip_factor(total, float(max_norm)))
+        session.edits.fold_offloaded(found, clip_factor(total, float(max_norm)))
     return as_replicated(total, next(filter(is_sharded, found), None))
 
 
@@ -102,7 +102,7 @@ def _clip_grads_with_norm(
     if sessions:
         factor = clip_factor(whole(total_norm).to(torch.float32), float(max_norm))
         # Several sessions may have a parameter: an optimizer that user code has replaced may still be alive.
-        folded = {id(p) for session in sessions for p in session.fold_factor(found, factor)}
+        folded = {id(p) for session in sessions for p in session.edits.fold_factor(found, factor)}
         found = [p for p in found if id(p) not in folded]
     if found:
         clip(found, max_norm, total_norm, foreach)
@@ -126,7 +126,7 @@ def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> None:
-    if any(session.has_offloaded(parameters) for session in list(_sessions)):
+    if any(session.edits.has_offloaded(parameters) for session in list(_sessions)):
         raise RuntimeError(
             f"torch.nn.utils.{function} cannot clip gradients that DOSAdam(offload_gradients=True) keeps on the host, "
             f"because {why}; clip their norm with torch.nn.utils.clip_grad_norm_, which does, or with "
@@ -135,7 +135,7 @@ def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> 
 
 
 def _refuse_updated(parameters: Sequence[Tensor], function: str) -> None:
-    if any(session.updates_any(parameters) for session in list(_sessions)):
+    if any(session.edits.updates_any(parameters) for session in list(_sessions)):
         raise RuntimeError(
             f"torch.nn.utils.{function} comes too late: attach(updates='backward') uses gradients while backward runs, "
             "when the norm of all of them is not known; train without clipping (max_grad_norm=0 or None in a trainer), "

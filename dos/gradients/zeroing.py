@@ -58,11 +58,11 @@ def tell_others(own: Any, set_to_none: bool) -> None:
     """Tell all sessions but this one that user code zeroes the gradients of its parameters."""
     others = [session for session in list(_sessions) if session is not own]
     if others:
-        _discard([*own.parameters], set_to_none, others)
+        _discard(own.assembly.parameters, set_to_none, others)
 
 
 def _discard(parameters: Sequence[Tensor], set_to_none: bool, sessions: Sequence[Any] | None = None) -> bool:
     """Tell these sessions, by default all. Returns whether any of these are parameters of an optimizer of ours."""
     sessions = list(_sessions) if sessions is None else sessions
-    found = [session.discard_gradients(parameters, overwrites=not set_to_none) for session in sessions]
+    found = [session.edits.discard_gradients(parameters, overwrites=not set_to_none) for session in sessions]
     return any(found)  # not before all were told

@@ -179,7 +179,10 @@ class Attachment:
         """Wait for the updates of a module's parameters, which user code is about to read or write."""
         found = [p for p in parameters if p is not None]
         watcher = self._watcher()
-        if watcher is not None and not watcher.reads_in_backward(found):
+        if watcher is None:
+            return
+        mode = watcher.assembly.in_backward
+        if mode is None or not (mode.reads() and mode.check_use(found)):
             self.finish(found)
 
     before_reading_all = before_reading
@@ -224,15 +227,17 @@ class Attachment:
         watcher = self._watcher()
         if watcher is None:
             return
-        if watcher.in_backward is not None and self._uses(watcher, module, recurse=False):
+        parts = watcher.assembly
+        if parts.in_backward is not None and self._uses(watcher, module, recurse=False):
             return
         if not module.training:
-            if watcher.waits():
+            if watcher.waiting.waits():
                 self._finish_all(module)
             return
-        watcher.sample_memory()
+        if parts.on_device is not None:
+            parts.on_device.sample_in_forward()
         known = module in self._ran
-        if known and not watcher.waits():
+        if known and not watcher.waiting.waits():
             return
         # Its parameters are gathered now; the all-gather has waited for the shards.
         if not self._groups or module not in self._sharded:
@@ -251,7 +256,7 @@ class Attachment:
 
     def _uses(self, watcher: Any, module: nn.Module, *, recurse: bool) -> bool:
         """Return whether backward, which updates parameters, runs this module; raise where that has updated its own."""
-        mode = watcher.in_backward
+        mode = watcher.assembly.in_backward
         if mode is None or not mode.under_way:
             return False
         return mode.check_use(self._own(module, recurse=recurse))
@@ -267,7 +272,7 @@ class Attachment:
         # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
         # part in forward. Their last updates may be reading these.
         watcher, reduced = self._watcher(), ddp.reduced_parameters()
-        if reduced and watcher is not None and watcher.waits():
+        if reduced and watcher is not None and watcher.waiting.waits():
             self.finish([p for p in self._own(model) if id(p) in reduced])
 
     def _before_compiled(self, module: nn.Module) -> None:
@@ -282,22 +287,24 @@ class Attachment:
         """Wait for the updates of these parameters, which are about to be used."""
         watcher = self._watcher()
         if watcher is not None:
-            parameters, captured = list(parameters), watcher.capturing()
+            parameters, captured = list(parameters), watcher.waiting.capturing()
             if captured:
                 # Replays run no hooks: from now on step() itself waits for these parameters.
                 self._captured.update(map(id, parameters))
-            watcher.finish_parameters(parameters, captured=captured)
+            watcher.waiting.finish_parameters(parameters, captured=captured)
 
     def _finish_all(self, module: nn.Module | None = None) -> None:
         watcher = self._watcher()
         if watcher is None:
             return
-        watcher.check_whole()
-        if module is not None and watcher.capturing():
+        mode = watcher.assembly.in_backward
+        if mode is not None:
+            mode.check_whole()
+        if module is not None and watcher.waiting.capturing():
             self.finish(self._own(module))
         else:
             # User code is about to read all parameters, in any order and on any stream.
-            watcher.synchronize()
+            watcher.waiting.synchronize()
 
 
 @dataclass(eq=False)

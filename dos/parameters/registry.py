@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -324,6 +324,14 @@ class Registry:
             if subgroup.newest and piece in subgroup.newest:
                 return True
         return False
+
+    def relocated(self, places: Mapping[int, Tensor]) -> None:
+        """Follow parameters that have got their memory of `places` back, with values of user code. places: by id."""
+        for key, place in places.items():
+            record = self.records.get(key)
+            if record is not None:
+                record.relocate(place, written=True)
+                self.forget_batches(record)
 
     def forget_batches(self, record: ParameterRecord) -> None:
         """Forget the batches of the record's subgroups, because the memory of the parameter is another now."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
 
 from dos.guard import warn
+from dos.parameters.admission import Group
+from dos.parameters.hooks import Attachment
+from dos.state.record import ParameterRecord
 from dos.torch_internals.live_objects import parameters_of_all_modules, parameters_of_all_optimizers
 from dos.torch_internals.module_parameters import own_parameters, parameters_of
 
@@ -51,3 +54,36 @@ def warn_of_successors(model: nn.Module, own: Collection[Tensor], gone: Collecti
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class Successors:
+    """Looks for modules of an attached model that were replaced, where the number of gradients has changed."""
+
+    def __init__(self) -> None:
+        self.gradients = -1
+        """The number of parameters with a gradient when `look` was called last."""
+        self._looked_for: set[int] = set()
+        """The ids of parameters without a gradient for which the model was searched."""
+
+    def begin(self, attachment: Attachment, own: Collection[Tensor]) -> None:
+        """Begin with a model that was just attached. own: the optimizer's parameters."""
+        self.gradients, self._looked_for, model = -1, set(), attachment.model
+        if model is not None and not attachment.gathers:
+            gone = find_gone(model, own, anywhere=True)
+            if warn_of_successors(model, own, gone):
+                self._looked_for.update(map(id, gone))  # once
+
+    def look(
+        self, attachment: Attachment, own: Collection[Tensor], active: Sequence[tuple[ParameterRecord, Group]]
+    ) -> None:
+        """Warn if the model no longer has parameters that got no gradient, and has others that no optimizer has.
+
+        active: the records with a gradient.
+        """
+        self.gradients, model = len(active), attachment.model
+        known = {id(record.parameter) for record, _ in active} | self._looked_for
+        missing = [p for p in own if id(p) not in known]
+        # Once each: experts of a mixture often get none.
+        self._looked_for.update(map(id, missing))
+        if missing and model is not None and not attachment.gathers:
+            warn_of_successors(model, own, find_gone(model, missing, anywhere=False))

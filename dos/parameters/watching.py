@@ -86,7 +86,7 @@ class Watching:
     """The hooks on the gradients of one optimizer's parameters, until the `watcher` is collected."""
 
     def __init__(self, watcher: Any, *, takes: bool) -> None:
-        """watcher: its `gradient_ready` is called with the parameter and the tensor to whose `grad` backward wrote.
+        """watcher: the session; `gradient_ready` gets the parameter and the tensor to whose `grad` backward wrote.
 
         takes: whether that sets `grad` to None.
         """
@@ -145,7 +145,7 @@ class Watching:
             if home is not None and not home.requires_grad:
                 written.grad = None  # frozen since the forward: autograd would drop the gradient of a plain parameter
             elif alive is not None:
-                alive.gradient_ready(written if home is None else home, written)
+                alive.gradients.gradient_ready(written if home is None else home, written)
 
         return leaf.register_post_accumulate_grad_hook(report)
 

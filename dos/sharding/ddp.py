@@ -136,7 +136,7 @@ def _reduced(future: torch.futures.Future[Any], bucket: Any, watchers: Iterable[
             gradients = [result.as_strided(size, stride, first + offset) for size, stride, offset in places]
             # Over a copy: this runs on any thread, while another thread may collect an optimizer.
             for watcher in list(watchers):
-                watcher.gradients_reduced(parameters, gradients)
+                watcher.gradients.gradients_reduced(parameters, gradients)
         return value
 
     return future.then(done)

@@ -73,7 +73,7 @@ class Fetching:
                 self.release_unused(other)
             watcher = self.watcher
             if watcher is not None:
-                watcher.give_way(block.nbytes)
+                watcher.assembly.on_device.give_way(block.nbytes)
             self._moves.append(block.fetch(after))
 
     def fetch_ahead(self, block: Block, order: Mapping[Block, Block]) -> None:
@@ -97,7 +97,7 @@ class Fetching:
         watcher = self.watcher
         if watcher is None:
             return ()
-        found: Sequence[Job] | None = watcher.weights_ready([m.parameter for m in block.members], wait=wait)
+        found: Sequence[Job] | None = watcher.waiting.weights_ready([m.parameter for m in block.members], wait=wait)
         return found
 
     def finish_updates(self, block: Block) -> None:
@@ -106,7 +106,7 @@ class Fetching:
         if watcher is not None:
             # Some are read without a module that runs, as where attention reads its projection. Their versions rise
             # now: autograd would take a later rise for a write to tensors that a forward, also in backward, has saved.
-            watcher.finish_within([m.parameter for m in block.members])
+            watcher.waiting.finish_within([m.parameter for m in block.members])
 
     def release(self, block: Block) -> None:
         """Release a block if it streams."""
@@ -134,7 +134,9 @@ class Fetching:
             each.finish_reading()
         watcher = self.watcher
         if watcher is not None:
-            watcher.finish_homes_within([p for parameters in found.values() for p in parameters])
+            watcher.waiting.finish_homes_within([p for parameters in found.values() for p in parameters])
         take_replaced(found)
         if watcher is not None:
-            watcher.relocated({id(p): each.places[id(p)] for each, parameters in found.items() for p in parameters})
+            watcher.registry.relocated(
+                {id(p): each.places[id(p)] for each, parameters in found.items() for p in parameters}
+            )

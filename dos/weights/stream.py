@@ -57,7 +57,7 @@ class WeightStream:
         watcher: Any,
         lock: Any,
     ) -> None:
-        """watcher: its `weights_ready` returns the jobs after which homes have their newest values."""
+        """watcher: the session, whose `waiting` knows the jobs after which homes have their newest values."""
         self.blocks = tuple(blocks.values())
         self._there = there
         # Weak: `_of_model` has this as long as the model lives.
@@ -163,7 +163,7 @@ class WeightStream:
         self.backward.forget_interrupted()
         watcher = self.fetching.watcher
         if watcher is not None:
-            watcher.forget_interrupted()
+            watcher.edits.forget_interrupted()
 
     # User code reads and writes homes.
 
@@ -193,7 +193,7 @@ class WeightStream:
             self.release_homes([block])  # user code may write: copies would miss that, and a running transfer read half
         watcher = self.fetching.watcher
         if watcher is not None:
-            watcher.finish_homes(parameters)
+            watcher.waiting.finish_homes(parameters)
         if block is not None and block.kept:
             self._put_back(block)
 
@@ -234,7 +234,7 @@ class _Reading:
             # Where it stays its modules wait one by one as they run, and the block may read their weights before.
             watcher = None if block.streams or block.exchanging else stream.fetching.watcher
             if watcher is not None:
-                watcher.finish_parameters(self._parameters, captured=False)
+                watcher.waiting.finish_parameters(self._parameters, captured=False)
             return
         # Hooks of backward run without a graph, forwards that it recomputes with one.
         if block is not None and torch.is_grad_enabled() and in_backward():

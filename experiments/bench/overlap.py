@@ -149,7 +149,7 @@ def optimizer_for(model: GPT, schedule: str, profile: HardwareProfile, workload:
         device=EmulatedDevice(profile, capacity=10 * workload.slot_bytes * len(workload.subgroups)),
     )
     if schedule == "serial":
-        optimizer._session.gradient_ready = lambda *_: None  # type: ignore[method-assign]  # no early copies
+        optimizer._session.gradients.gradient_ready = lambda *_: None  # type: ignore[method-assign]  # no early copies
     if attached:
         optimizer.attach(model, updates="backward" if schedule == IN_BACKWARD else "step")
     return optimizer

@@ -234,7 +234,7 @@ def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
 
     counts = Counter(placement.name.lower().removeprefix("gpu_") for placement in optimizer.plan().placements)
     text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    decisions = optimizer._session.on_device.decisions
+    decisions = optimizer._session.assembly.on_device.decisions
     report, forward_s = decisions.ended, decisions.pace.forward.seconds
     scope = Scope.beside(report.workload)
     predicted_s = exposed(report.plan, report.workload, decisions.profile or of.profile, scope)

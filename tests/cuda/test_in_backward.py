@@ -31,8 +31,8 @@ class Chain(Scales):
 
 def updated_in_backward(optimizer: DOSAdam) -> None:
     """Between the last backward and step(): all but the first step is issued there, and one that measures backward."""
-    session = session_of(optimizer)
-    mode, on_device = session.in_backward, session.on_device
+    parts = session_of(optimizer).assembly
+    mode, on_device = parts.in_backward, parts.on_device
     assert mode is not None
     assert on_device is not None
     assert mode.issued or not optimizer.plan() or on_device.decisions.pace.holds

@@ -478,7 +478,7 @@ def test_where_weights_are_and_gradients() -> None:
         assert model.last.device.type == DEVICE
         assert [*map(id, model.blocks.parameters())] == [*map(id, homes)]
         optimizer.step()
-    weights = session_of(optimizer).weights
+    weights = session_of(optimizer).assembly.weights
     assert all(copy.grad is None for copy in weights.stream.all_copies())
     assert inside == [{DEVICE}] * 2 * BLOCKS
 

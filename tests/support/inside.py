@@ -18,6 +18,7 @@ from torch import Tensor
 from dos import DOSAdam
 from dos.activations.offload import ActivationOffload
 from dos.in_backward import InBackward
+from dos.owners.gradients import Gradients
 from dos.session import Session
 
 
@@ -30,7 +31,7 @@ def device_of(optimizer: DOSAdam) -> Any:
 
 
 def offload_of(optimizer: DOSAdam) -> ActivationOffload:
-    on_device = session_of(optimizer).on_device
+    on_device = session_of(optimizer).assembly.on_device
     return on_device.activations
 
 
@@ -41,7 +42,7 @@ def state_on_device(optimizer: DOSAdam) -> int:
 
 def plan_anew(optimizer: DOSAdam) -> None:
     """Have the policy asked again although nothing has changed."""
-    decisions = session_of(optimizer).decisions
+    decisions = session_of(optimizer).assembly.decisions
     if decisions is not None:
         decisions._asked.clear()
 
@@ -56,23 +57,23 @@ def stopped_at(number: int, *, taken: bool = False) -> Iterator[list[Tensor]]:
 
     taken: or after it. Yields a list, to which the tensor is appended that has the gradient.
     """
-    ready, left, leaves = Session.gradient_ready, number, list[Tensor]()
+    ready, left, leaves = Gradients.gradient_ready, number, list[Tensor]()
 
-    def stop(session: Session, parameter: Tensor, leaf: Tensor) -> None:
+    def stop(gradients: Gradients, parameter: Tensor, leaf: Tensor) -> None:
         nonlocal left
         left -= 1
         if left != -1 or taken:
-            ready(session, parameter, leaf)
+            ready(gradients, parameter, leaf)
         if left == -1:
             leaves.append(leaf)
             raise StoppedError
 
-    with patch.object(Session, "gradient_ready", stop):
+    with patch.object(Gradients, "gradient_ready", stop):
         yield leaves
 
 
 def in_backward(optimizer: DOSAdam) -> InBackward:
     """The updates during backward of an optimizer that has them."""
-    found = session_of(optimizer).in_backward
+    found = session_of(optimizer).assembly.in_backward
     assert found is not None
     return found

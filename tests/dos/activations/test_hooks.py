@@ -55,7 +55,7 @@ def test_a_model_outlives_its_optimizer_which_goes_at_once_and_its_hooks_with_th
     optimizer.step()
     optimizer.synchronize()
     optimizer.zero_grad()
-    device, gone = device_of(optimizer), weakref.ref(session_of(optimizer).on_device)
+    device, gone = device_of(optimizer), weakref.ref(session_of(optimizer).assembly.on_device)
     held = [optimizer]
     del optimizer
     if within:
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_attached_leaves_the_first_one_attached() -> None
     model(torch.randn(8, 24)).sum().backward()
     optimizer.step()
     assert saved(optimizer) > 0
-    assert session_of(optimizer).on_device.attached
+    assert session_of(optimizer).assembly.on_device.attached
 
 
 def test_what_is_attached_before_its_parameters_are_there_leaves() -> None:

@@ -23,7 +23,7 @@ from dos import DOSAdam
 from dos.activations.saved import Saved, Travelling
 from dos.gradients import offload
 from dos.gradients.offload import OffloadedGradients
-from dos.session import Session
+from dos.owners.waiting import Waiting
 from dos.state.disk_store import DiskStore
 from dos.step.host_lane import HostLane
 from dos.step.issue import Step
@@ -242,7 +242,7 @@ FAULTS = [
     Fault(Block, "release", "self.join()", "pass", weights_on_host),
     Fault(Block, "finish_reading", "reading.wait()", "pass", weights_on_host),
     Fault(UnseenWrites, "before_update", "if vain else ()", "if vain and not found else ()", sent_in_vain),
-    Fault(Session, "finish_homes_within", "job.wait()", "pass", weights_streamed),
+    Fault(Waiting, "finish_homes_within", "job.wait()", "pass", weights_streamed),
 ]
 
 

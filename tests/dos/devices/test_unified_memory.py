@@ -74,7 +74,7 @@ def trained(runtime: Runtime, **settings: Any) -> DOSAdam:
 
 
 def test_all_state_stays_on_the_device(integrated: Runtime, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dos.session"):
+    with caplog.at_level(logging.INFO, logger="dos.owners.assembly"):
         optimizer = trained(integrated, subgroup_size=300, memory_budget=0)
     assert [record.message for record in caplog.records] == [
         "CudaDevice(cuda:0) shares the host's memory: all optimizer state stays there, as with policy='resident'"

@@ -110,9 +110,9 @@ def test_zeroing_by_the_model_waits_for_no_update(weights: Any) -> None:
         optimizer = start(model, weights)
         loss(model, 0).backward()
         optimizer.step()
-    assert (unfinished := list(session_of(optimizer).unfinished))
+    assert (unfinished := list(session_of(optimizer).ledger.unfinished))
     model.zero_grad()
-    assert session_of(optimizer).unfinished == unfinished
+    assert session_of(optimizer).ledger.unfinished == unfinished
     optimizer.synchronize()
 
 
@@ -129,7 +129,7 @@ def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> N
     told = {}
     for name, way in ways.items():
         model, optimizer, _ = attached_after_a_step()
-        kept = list(session_of(optimizer).parameters)
+        kept = list(session_of(optimizer).assembly.parameters)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             way(model, optimizer)

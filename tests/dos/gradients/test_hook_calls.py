@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.owners.gradients import Gradients
 from dos.planning.monitor import MemoryMonitor
-from dos.session import Session
 from perfmodel import Placement, Plan, Workload
 from tests.support.training import FAST
 
@@ -36,18 +36,18 @@ def calls(policy: Any, parameters: int, monkeypatch: pytest.MonkeyPatch) -> floa
     monkeypatch.setattr(MemoryMonitor, "spare_in_backward", lambda monitor: 0)
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=SIZE, device=EmulatedDevice(FAST, 10**9))
-    found, hooks, gradient_ready = 0, 0, Session.gradient_ready
+    found, hooks, gradient_ready = 0, 0, Gradients.gradient_ready
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
         found += event == "call"
 
-    def counted(session: Session, *arguments: Any) -> None:
+    def counted(gradients: Gradients, *arguments: Any) -> None:
         nonlocal hooks
         hooks += 1
         sys.setprofile(count if hooks > parameters // 2 else None)
         try:
-            gradient_ready(session, *arguments)
+            gradient_ready(gradients, *arguments)
         finally:
             sys.setprofile(None)
 
@@ -60,7 +60,7 @@ def calls(policy: Any, parameters: int, monkeypatch: pytest.MonkeyPatch) -> floa
         optimizer.zero_grad()
     optimizer.synchronize()
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "gradient_ready", counted)
+        patched.setattr(Gradients, "gradient_ready", counted)
         iteration()
     assert hooks == parameters
     return found / (parameters - parameters // 2)

@@ -205,7 +205,7 @@ def test_a_list_that_user_code_puts_into_a_group_waits_too() -> None:
     optimizer.synchronize()
     optimizer.param_groups[0]["params"] = list(model.parameters())
     train(model, optimizer, 1, first_step=3)
-    assert session_of(optimizer).unfinished
+    assert session_of(optimizer).ledger.unfinished
     found = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     optimizer.synchronize()
     assert all(map(torch.equal, found, model.parameters()))

@@ -89,7 +89,7 @@ def steps_of(setting: Setting, iterations: int) -> list[Step]:
         optimizer.step()
         optimizer.zero_grad()
         device.memory()  # the neighbour takes what has come free
-        session_of(optimizer).decisions.pace.rest.seconds = rank.backward_s
+        session_of(optimizer).assembly.decisions.pace.rest.seconds = rank.backward_s
     assert len(steps) == iterations
     assert device.peak_bytes <= device.capacity
     return steps

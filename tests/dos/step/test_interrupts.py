@@ -17,10 +17,10 @@ from dos.backward import Backward
 from dos.devices import Mark
 from dos.gradients.clipping import Clipping
 from dos.gradients.offload import OffloadedGradients
+from dos.owners.state import State
 from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
-from dos.session import Session
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
 from dos.step.prepare import Preparation
@@ -79,7 +79,7 @@ MOMENTS = [
     Moment("step", Ledger, "settle", (HOST, CPU, RESIDENT), DONE, DONE),
     Moment("step", Backward, "begin", (CPU, ATTACHED, OFFLOADED), DONE, DONE),
     Moment("load", Reconciler, "lacking_fields", (HOST, CPU, RESIDENT), DONE, UNCHANGED),
-    Moment("load", Session, "install_state", PLAIN, DONE, BROKEN),
+    Moment("load", State, "install", PLAIN, DONE, BROKEN),
     # A hook in which Ctrl-C comes ends, and torch ends backward or forward with it.
     Moment("backward", Backward, "count", (CPU, OFFLOADED), UNCHANGED, UNCHANGED),
     Moment("backward", Ledger, "send", (CPU, OFFLOADED, HALF), UNCHANGED, UNCHANGED),

@@ -165,7 +165,7 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     for _ in range(2):
         backward()
         optimizer.step()
-    assert session_of(optimizer).unfinished
+    assert session_of(optimizer).ledger.unfinished
     runtime.capturing = True
     with pytest.raises(RuntimeError, match="before the capture"):
         model(torch.ones(2, 24))
@@ -176,14 +176,14 @@ def test_hooks_leave_a_capture_early_and_what_it_reads_is_finished_by_the_step(r
     runtime.capturing = False
     optimizer.synchronize()
     optimizer.zero_grad()
-    memory = session_of(optimizer).decisions.memory
+    memory = session_of(optimizer).assembly.decisions.memory
     before, memory.due = memory.reading, 0.0
     runtime.capturing = True
     backward()
     runtime.capturing = False
     assert memory.reading is before, "no memory was measured, although a sample is due"
     optimizer.step()
-    assert not session_of(optimizer).unfinished, "what a replay reads is there"
+    assert not session_of(optimizer).ledger.unfinished, "what a replay reads is there"
 
 
 def test_gradients_leave_no_more_once_a_backward_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_the_device_says_how_long_the_model_computes(
             optimizer.synchronize()
             assert optimizer.metrics()["exposed_s"] < 0.02, "the backlog of the device is not the optimizer's"
         optimizer.zero_grad()
-    pace = session_of(optimizer).decisions.pace
+    pace = session_of(optimizer).assembly.decisions.pace
     assert pace.backward.seconds == pytest.approx(0.12, abs=0.01), "from the first of five gradients"
     assert pace.forward.seconds == pytest.approx(0.08, abs=0.01), "until the first of them"
 

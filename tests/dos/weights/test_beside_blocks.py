@@ -72,7 +72,7 @@ def end(way: Callable[[Any, int], None], weights: Any, again: Any, dtype: torch.
     model = Stack(Parts).to(dtype)
     optimizer = start(model, weights, policy="adaptive", **options)
     for step in range(2):
-        homes = session_of(optimizer).weights
+        homes = session_of(optimizer).assembly.weights
         if way is doubled and homes is not None and any(block.streams for block in homes.stream.blocks):
             with pytest.raises(RuntimeError, match="create_graph=True reached a block whose weights stream"):
                 way(model, step)

@@ -213,7 +213,7 @@ def test_blocks_stream_on_where_state_is_made_anew_or_left_out(
             found = [
                 {s.arena.streams for s in session.registry.subgroups_of(m.parameter for m in block.members)}
                 == {block.streams}
-                for block in session.weights.stream.blocks
+                for block in session.assembly.weights.stream.blocks
             ]
         ends.append([p.detach() for p in model.parameters()])
     assert all(found)

@@ -35,7 +35,7 @@ def test_subgroups_of_a_block_that_is_unfrozen_in_part_lie_together() -> None:
     train(model, optimizer, 1)
     model.blocks[0].out.requires_grad_()
     optimizer.attach(model, weights=0)
-    loads = session_of(optimizer).weights.workload()["blocks"]
+    loads = session_of(optimizer).assembly.weights.workload()["blocks"]
     assert all(block.stop <= after.start for block, after in itertools.pairwise(loads))
 
 
@@ -106,7 +106,7 @@ def test_a_weight_of_a_frozen_block_that_is_replaced_before_a_step_that_moves_th
         optimizer.step()
         optimizer.zero_grad()
         if weights is not None:
-            assert not session_of(optimizer).weights.stream.blocks[1].streams
+            assert not session_of(optimizer).assembly.weights.stream.blocks[1].streams
         train(model, optimizer, 1, first=1)
         return everything(model, optimizer)
 

@@ -188,14 +188,14 @@ def test_what_blocks_take_of_the_device_is_counted_as_they_move() -> None:
             optimizer.attach(model, weights=weights)
         train(model, optimizer, 1, first=step)
         train(other, reference, 1, first=step)
-        stream = session_of(optimizer).weights.stream
+        stream = session_of(optimizer).assembly.weights.stream
         for _ in range(2):
             there = [block for block in stream.blocks if block.filled]
             assert stream.nbytes == sum(block.nbytes for block in there)
             assert stream._there.streaming == sum(block.streams for block in there)
             loss(model, step).backward()
         optimizer.zero_grad()
-        session_of(optimizer).weights.move(stream.blocks[1], streams=not stream.blocks[1].streams)
+        session_of(optimizer).assembly.weights.move(stream.blocks[1], streams=not stream.blocks[1].streams)
         there = [block for block in stream.blocks if block.filled]
         assert (stream.nbytes, stream._there.streaming) == (
             sum(block.nbytes for block in there),
@@ -303,7 +303,7 @@ def test_micro_batches_are_forwards_that_made_a_graph() -> None:
         with torch.no_grad():
             loss(model, step)
         train(model, optimizer, 1, first=step, micro_batches=2)
-    assert session_of(optimizer).on_device.facts().workload.micro_batches == 2
+    assert session_of(optimizer).assembly.on_device.facts().workload.micro_batches == 2
 
 
 def test_blocks_are_freed_where_torch_autograd_grad_has_raised() -> None:
@@ -527,7 +527,7 @@ def test_tensors_that_user_code_keeps_of_weights_that_stayed_keep_their_memory()
     optimizer.synchronize()
     kept = [p.detach() for p in model.blocks[2].parameters()]
     before = bits(kept)
-    homes = session_of(optimizer).weights
+    homes = session_of(optimizer).assembly.weights
     homes.move(homes.stream.blocks[2], streams=True)
     assert bits(kept) == before
     assert bits(model.blocks[2].parameters()) == before

@@ -177,7 +177,7 @@ def test_a_model_that_is_recomputed_with_what_is_around_it(use_reentrant: bool, 
         assert device.fetched == [2, 3, 4, 5, *again]
         optimizer.step()
         optimizer.zero_grad()
-    assert session_of(optimizer).on_device.facts().workload.micro_batches == 2
+    assert session_of(optimizer).assembly.on_device.facts().workload.micro_batches == 2
 
 
 def test_what_a_block_returns_in_a_recomputation_gets_no_hook() -> None:
