@@ -60,17 +60,12 @@ def write_report(path: Path, found: Found, predictor: Predictor) -> None:
 def report(found: Found, predictor: Predictor, cases: Cases) -> str:
     """The report as Markdown."""
     comparisons = {name: compare(*found[name]) for name in CHARTS}
-    first, *others = _by_machine(found["lanes"][1])
-    lanes = [
-        f"**{_where(first)}**\n\n{markdown(lane_table(first))}\n\n{_explained(first)}\n",
-        *(f"**{_where(group)}**\n\n{_explained(group)}\n" for group in others),
-    ]
+    lanes = _by_machine(found["lanes"][1])[0]
     return TEMPLATE.read_text().format(
         images=PICTURES,
         headline=HEADLINE,
         experiments="\n".join(_experiment(*found[name], comparisons[name]) for name in CHARTS),
-        lanes="\n".join(lanes),
-        point_errors=markdown(point_error_table(comparisons)),
+        lanes=f"**{_where(lanes)}**\n\n{_explained(lanes)}\n",
         errors=markdown(error_table(cases)),
         **_speedups(comparisons, found),
         **_memory(predictor),
@@ -213,28 +208,6 @@ def _where(group: Results) -> str:
     return f"{config.model} on {config.machine}, {config.ranks} ranks, ratio {config.ratio}"
 
 
-def lane_table(results: Results) -> Table:
-    """One line for each plan: its update, and how long it keeps each lane busy."""
-    columns = {
-        "published": "published_update_s",
-        "simulated": "update_s",
-        **LANES,
-        "resident": "resident",
-        "streamed": "streamed",
-        "on CPU": "on_cpu",
-        "bound": "bound_s",
-    }
-    lines = [["", *columns]]
-    for config, outcome in results.items():
-        loop = ", DeepSpeed" if config.policy in ("zero3_offload", "dos") else ""
-        lines.append([_name(config) + loop, *(_text(getattr(outcome, field)) for field in columns.values())])
-    return lines
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
 def error_table(cases: Cases) -> Table:
     """Errors on runs that were not fitted."""
     lines = [["left out", "machine", "runs", "update, median", "update, max", "backward, median", "speedup, median"]]
@@ -244,29 +217,6 @@ def error_table(cases: Cases) -> Table:
             keys = ("update_median_error", "update_max_error", "backward_median_error", "speedup_median_error")
             lines.append([f"a {what}", machine, str(found["runs"]), *(f"{float(found[k] or 0):.1%}" for k in keys)])
     return lines
-
-
-def point_error_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
-    """Errors of the simulated paper's schedule where it was published, by sweep: of updates, of iteration speedups."""
-    rows: Table = [["sweep", "published points", "update\nmedian / max", "iteration speedup\nmedian / max"]]
-    for name, of_sweep in comparisons.items():
-        paper = [
-            (comparison, series) for comparison in of_sweep for series in comparison.series if series.policy == "dos"
-        ]
-        updates = [
-            e for _, s in paper for e in _errors(s.values("simulated", "update"), s.values("published", "update"))
-        ]
-        speedups = [
-            e for c, s in paper for e in _errors(*(c.speedups(s, k, "iteration") for k in ("simulated", "published")))
-        ]
-        if updates:  # something of it was published
-            cells = [f"{statistics.median(e):.1%} / {max(e):.1%}" for e in (updates, speedups)]
-            rows.append([name.replace("_", " "), str(len(updates)), *cells])
-    return rows
-
-
-def _errors(simulated: Sequence[float | None], published: Sequence[float | None]) -> list[float]:
-    return [abs(s / p - 1) for s, p in zip(simulated, published, strict=True) if s is not None and p is not None]
 
 
 @dataclass(frozen=True)
