@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from tests.support.training import FAST
 EXAMPLES = int(os.environ.get("DOS_EXAMPLES", "25"))
 settings.register_profile("tests", max_examples=EXAMPLES, deadline=None, print_blob=True)  # machines are too noisy
 settings.load_profile("tests")
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background ignores Ctrl-C
 
 LONGEST = (
     "test_simdev.py",
