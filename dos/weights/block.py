@@ -138,9 +138,9 @@ class Block:
         """Give a parameter whose memory was replaced its place again, with these values."""
         place.copy_(self._former.take(parameter, place, values))
         self._former.give(parameter, place)
-        # Masters follow, a copy that was fetched is stale, and backward refuses graphs from before.
+        # Backward refuses graphs from before, which saved the copy.
         copy = next(c for m, c in zip(self.members, self.copies, strict=True) if m.parameter is parameter)
-        torch.autograd.graph.increment_version([parameter, copy])
+        torch.autograd.graph.increment_version(copy)
 
     @property
     def storage(self) -> int:
@@ -208,7 +208,6 @@ class Block:
         if self._job is not None and not self._joined:
             self.join()  # no forward has joined: the transfer would write to memory that the allocator gives away
         self.count(filled=False, streams=self.streams)
-        self.end_backward()
         self._job, self._joined = None, set()
         # Views that autograd has saved keep the storage object, without memory. Reading one before the next fetch would
         # be a fault, so `BackwardHooks` fetch the block before.
@@ -217,7 +216,7 @@ class Block:
     def end_backward(self) -> None:
         """Forget what a backward has used, which has ended or raised."""
         self.touched, self.due = False, 0
-        if self.lent and not self.running:
+        if self.lent:
             self.use_homes()
 
     def finish_reading(self) -> None:
@@ -245,15 +244,12 @@ class Block:
         self._exchange([member.parameter for member in self.members])
 
     def _exchange(self, parameters: Sequence[Tensor]) -> None:
-        # A block that runs: recurrent layers read their parameters as these are set, which is no reading by user code.
-        self.running += 1
-        self.exchanging = True
+        self.exchanging = True  # recurrent layers read their parameters as these are set, which is no use by user code
         try:
             for member, parameter in zip(self.members, parameters, strict=True):
                 for module, name in member.places:
                     exchange(module, name, parameter)
         finally:
-            self.running -= 1
             self.exchanging = False
 
     def _lead(self) -> list[int]:

@@ -16,7 +16,7 @@ from dos.guard import hook
 from dos.parameters.hooks import module_hook
 from dos.torch_internals.callers import running_modules, runs_within_itself
 from dos.torch_internals.modes import check_saved_tensors_hooks, in_backward, is_compiled
-from dos.torch_internals.module_parameters import tensors_in
+from dos.torch_internals.module_parameters import hidden_tensors, tensors_in
 from dos.torch_internals.tensors import converted_from
 from dos.weights.backward import BackwardHooks
 from dos.weights.block import Block
@@ -188,7 +188,8 @@ class ForwardHooks:
         block.use_homes()
         block.check_copies()
         tensors = tensors_in(output)
-        if block.streams and any(self._copies.block_of(each) is block for each in tensors):
+        hidden = () if isinstance(output, Tensor) or not block.streams else hidden_tensors(output)
+        if block.streams and any(self._copies.block_of(each) is block for each in (*tensors, *hidden)):
             raise RuntimeError(
                 f"the forward of a block, {type(module).__name__}, returned one of its own parameters or a view of it, "
                 "and its weights stream: the memory is released when the block has run; return a copy, such as "

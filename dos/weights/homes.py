@@ -320,6 +320,6 @@ class WeightHomes:
 
 def _changed(parameter: Tensor, how: str) -> RuntimeError:
     return RuntimeError(
-        f"a parameter of shape {tuple(parameter.shape)} {how}, because modules were changed after weights began to "
-        "stream; save optimizer.state_dict(), build a new optimizer, attach the model and load it there"
+        f"a parameter of shape {tuple(parameter.shape)} {how}, because modules or blocks= were changed after weights "
+        "began to stream; save optimizer.state_dict(), build a new optimizer, attach the model and load it there"
     )

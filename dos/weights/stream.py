@@ -228,11 +228,11 @@ class _Reading:
 
     def before_reading(self, parameters: Iterable[Tensor | None]) -> None:
         stream, block = self._stream(), self._block
-        if stream is None:
+        if stream is None or (block is not None and block.exchanging):
             return
         if block is not None and block.running:
             # Where it stays its modules wait one by one as they run, and the block may read their weights before.
-            watcher = None if block.streams or block.exchanging else stream.fetching.watcher
+            watcher = None if block.streams else stream.fetching.watcher
             if watcher is not None:
                 watcher.waiting.finish_parameters(self._parameters, captured=False)
             return

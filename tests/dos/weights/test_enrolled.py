@@ -77,16 +77,24 @@ def test_memory_of_weights_that_were_frozen_goes_when_they_are_trained() -> None
     assert held[0] == held[1] > 0
 
 
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("weights", [0, 1.0])
-def test_writes_of_which_no_version_tells_count_after_a_move(weights: Any) -> None:
+def test_writes_of_which_no_version_tells_count_beside_a_move(weights: Any, before: bool) -> None:
     def end(weights: Any) -> list[bytes]:
         model = net(torch.float16)
         optimizer = start(model, None if weights is None else 2)
         train(model, optimizer, 1)
+
+        def write() -> None:
+            for p in model.parameters():
+                p.data.mul_(0.5)
+
+        if before:
+            write()
         if weights is not None:
             optimizer.attach(model, weights=weights)
-        for p in model.parameters():
-            p.data.mul_(0.5)
+        if not before:
+            write()
         train(model, optimizer, 1, first=1)
         return everything(model, optimizer)
 

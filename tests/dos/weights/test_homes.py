@@ -508,8 +508,23 @@ def test_blocks_move_between_steps_as_memory_changes() -> None:
         train(other, reference, 1, first=step)
         plan = optimizer.plan()
         staying.append(len(plan.blocks_on_device))
+        assert session_of(optimizer).assembly.weights.staying() <= plan.blocks_on_device  # or they wait
     assert everything(model, optimizer) == everything(other, reference)
     assert staying[4] > staying[9] < staying[14], staying
+
+
+def test_blocks_wait_for_memory_that_state_still_has() -> None:
+    """Which a plan moves home in this step: they stay from the next one on."""
+    model = net()
+    optimizer = start(model, "auto")
+    train(model, optimizer, 1)
+    assembly = session_of(optimizer).assembly
+    homes, workload = assembly.weights, assembly.on_device.facts().workload
+    assert homes.follow(frozenset(), workload, 0.0)
+    assert not homes.staying()
+    assert not homes.follow(frozenset((0, 1)), workload, workload.weight_bytes({0}))
+    assert homes.staying() == {0}
+    train(model, optimizer, 1, first=1)
 
 
 class Overwriting(EmulatedDevice):

@@ -20,7 +20,7 @@ from dos.weights import inputs as inputs_of_backward
 from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, recomputed, start, train, whole
 from tests.support.devices import FaultyDevice
 from tests.support.training import bits, everything
-from tests.support.ways import WAYS, Around, Keeps, Merged, PartAgain, Parts, Stack
+from tests.support.ways import WAYS, Around, Keeps, Merged, Output, PartAgain, Parts, Stack
 
 pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.filterwarnings("ignore:None of the inputs")]
 
@@ -178,14 +178,21 @@ class Returns(nn.Module):
         return x @ self.weight, self.weight.t()
 
 
-def test_a_block_that_returns_its_parameter() -> None:
+class ReturnsInside(Returns):
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        found, weight = super().forward(x)
+        return found, Output(weight.detach())  # which torch does not know
+
+
+@pytest.mark.parametrize("kind", [Returns, ReturnsInside])
+def test_a_block_that_returns_its_parameter(kind: type[nn.Module]) -> None:
     def first(block: nn.Module, x: Tensor) -> Tensor:
         found: Tensor = block(x)[0]
         return found
 
-    model, other = Stack(Returns, first), Stack(Returns, first)
+    model, other = Stack(kind, first), Stack(kind, first)
     optimizer, reference = start(model, 0), start(other, None)
-    with pytest.raises(RuntimeError, match="Returns, returned one of its own parameters or a view of it"):
+    with pytest.raises(RuntimeError, match=f"{kind.__name__}, returned one of its own parameters or a view of it"):
         loss(model, 0)
     optimizer.attach(model, weights=1.0)
     train(model, optimizer, 1)
@@ -302,6 +309,20 @@ def test_functional_call_with_other_tensors() -> None:
         with pytest.raises(RuntimeError, match=r"give functional_call\(\) and torch\.export a copy\.deepcopy"):
             torch.func.functional_call(model, {name: torch.zeros(16, 16)}, (inputs(0, model),))
     train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+def test_blocks_that_are_frozen_after_attach_have_no_graph(weights: int) -> None:
+    model = Stack(Parts)
+    optimizer = start(model, weights)
+    train(model, optimizer, 1)
+    model.requires_grad_(False)
+    assert not loss(model, 1).requires_grad
+    model.blocks[1].requires_grad_()
+    found = loss(model, 1)
+    assert found.requires_grad
+    found.backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("weights", [0, 2])
