@@ -22,7 +22,8 @@ SMALL = 256
 """How many times smaller the jobs are that show fixed costs; nothing measured has fewer elements."""
 
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-_BATCH = 4  # jobs queued at once, as the engine does
+BATCH = 4
+"""The number of jobs queued at once, as the engine does."""
 BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
 
 
@@ -100,7 +101,7 @@ class Bench:
     def device_update(self) -> dict[str, Figure]:
         """Measure parameters/s on the device, and the fixed cost of a launch in seconds."""
         numel = self._effort.device_numel
-        rate, fixed = self._rounds.fit(lambda n: self._updates([MIXED] * _BATCH, n), numel, numel // SMALL)
+        rate, fixed = self._rounds.fit(lambda n: self._updates([MIXED] * BATCH, n), numel, numel // SMALL)
         return {"gpu_update_rate": rate, "launch_latency_s": fixed}
 
     def device_speeds(self, alone: dict[str, Figure]) -> dict[str, Figure]:
@@ -155,7 +156,7 @@ class Bench:
 
     def _transfer(self, op: Op, nbytes: int) -> list[Span]:
         """Run several copies, all of which are queued before the wait for the first; return their spans."""
-        return [job.wait() for job in self._copy(op, nbytes, _BATCH)]
+        return [job.wait() for job in self._copy(op, nbytes, BATCH)]
 
     def _copy(self, op: Op, nbytes: int, count: int) -> list[Job]:
         """Queue copies as the engine copies a subgroup's state: all tensors in one job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,6 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     bar = Progress(console=Console(stderr=True), transient=True, auto_refresh=False, disable=not leader)
     with _ranks() as exchange, bar:
         task = bar.add_task("", total=1.0)
+        began = time.perf_counter()
+
+        def tell(label: str, done: float) -> None:
+            if not bar.console.is_terminal and leader:  # a log shows no bar
+                bar.console.print(f"{time.perf_counter() - began:.0f} s: {label}", highlight=False)
+            bar.update(task, description=label, completed=done, refresh=True)
+
         cores = _cores_per_rank(exchange)
         limit = cores if device is None else most_beside(cores)
         ranks = local_ranks()
@@ -82,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 QUICK if arguments.quick else FULL,
                 [arguments.threads] if arguments.threads else thread_counts(limit),
                 exchange=exchange,
-                progress=lambda label, done: bar.update(task, description=label, completed=done, refresh=True),
+                progress=tell,
                 ranks=ranks,
                 disk=arguments.disk,
             )
@@ -225,7 +233,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="dos.calibrate", description="Measure this machine and keep its profile for DOSAdam.")
-    parser.add_argument("--quick", action="store_true", help="under 15 s rather than under 2 minutes, less exact")
+    parser.add_argument("--quick", action="store_true", help="under 15 s rather than under a minute, less exact")
     parser.add_argument("--device", type=_device, default="auto", help="cuda, cuda:N, cpu or emulated:NAME")
     parser.add_argument("--output", type=_file, metavar="FILE", help="also write the profile here")
     parser.add_argument("--threads", type=_threads, metavar="N", help="of the CPU update, instead of trying")

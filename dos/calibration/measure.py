@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -10,11 +11,11 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dos.calibration.bench import SMALL, Bench
+from dos.calibration.bench import BATCH, SMALL, Bench
 from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.rounds import Effort, Exchange, Figure, Link, Rounds
 from dos.devices import Device
@@ -38,16 +39,31 @@ UNCONTENDED = 0.95
 FULL = Effort(
     seconds=3.0,
     repeats=5,
-    host_numel=2**27,
+    host_numel=2**26,
     device_numel=2**26,
     copy_bytes=2**28,
     emulated_s=0.05,
     disk_bytes=2**28,
+    limit_s=40.0,
 )
-QUICK = Effort(seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05)
+QUICK = Effort(
+    seconds=0.3, repeats=3, host_numel=2**26, device_numel=2**24, copy_bytes=2**26, emulated_s=0.05, limit_s=12.0
+)
 MINIMUM = Effort(
     seconds=0.05, repeats=2, host_numel=2**24, device_numel=2**22, copy_bytes=2**25, emulated_s=0.01, formats=False
 )
+
+
+SLOW_CORE, SLOW_LINK = 2e8, 4e9
+"""Parameters/s of one thread, and bytes/s, on machines for which the limit of an effort still holds."""
+
+
+class Stage(NamedTuple):
+    """A stage of a measurement. parts: the figures that `run` times one after the other."""
+
+    label: str
+    parts: int
+    run: Callable[[], dict[str, Figure]]
 
 
 @dataclass(frozen=True)
@@ -174,7 +190,11 @@ def measure(
 
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
-    rounds = Rounds(_fitted(effort, device, ranks), exchange)
+    lanes = 1 if device is None else 2
+    parts = lanes * (len(set(threads)) + effort.formats) + (0 if device is None else 9)
+    all_parts = parts + (6 if disk else 0)
+    rounds = Rounds(_fitted(effort, device, ranks, effort.limit_s / parts), exchange)
+    rounds.limit(effort.limit_s * all_parts / parts, all_parts)  # a disk takes time of its own
     emulated = device is not None and device.known_profile is not None
     with closing(DiskBench(disk, device, rounds, ranks)) if disk else nullcontext() as on_disk:
         bench = Bench(device, rounds)
@@ -182,7 +202,7 @@ def measure(
         trials = bench.cpu_update(threads)
         chosen = choose_threads({n: figure.value for n, figure in trials.items()})
         figures, rates = {"cpu_update_rate": trials[chosen]}, dict(trials)
-        stages: list[tuple[str, Callable[[], dict[str, Figure]]]] = []
+        stages: list[Stage] = []
         by_threads: dict[int, dict[str, Figure]] = {}
 
         def turns() -> dict[str, Figure]:
@@ -203,23 +223,28 @@ def measure(
             return found if threads == chosen else {}
 
         def add(name: str, link: Link) -> None:
-            stages.extend([(name, link.alone), (f"{name} both ways", lambda: link.duplex(figures))])
+            stages.extend([Stage(name, 4, link.alone), Stage(f"{name} both ways", 1, lambda: link.duplex(figures))])
 
         if effort.formats:
-            stages.append(("CPU updates by format", lambda: bench.cpu_speeds(chosen)))
+            stages.append(Stage("CPU updates by format", 1, lambda: bench.cpu_speeds(chosen)))
         if device is not None:
-            stages.append(("short CPU updates", turns))
+            stages.append(Stage("short CPU updates", 2, turns))
             add("copies", bench.link)
-            stages += [(f"copies beside updates by {n} threads", partial(copies_beside, bench.link, n)) for n in trials]
-            stages.append(("device updates", bench.device_update))
+            stages += [
+                Stage(f"copies beside updates by {n} threads", 1, partial(copies_beside, bench.link, n)) for n in trials
+            ]
+            stages.append(Stage("device updates", 2, bench.device_update))
             if effort.formats:
-                stages.append(("device updates by format", lambda: bench.device_speeds(figures)))
+                stages.append(Stage("device updates by format", 1, lambda: bench.device_speeds(figures)))
         if on_disk is not None:
             add("disk", on_disk.link)
-            stages.append(("disk beside CPU updates", lambda: beside(on_disk.link, chosen)))
-        for done, (label, stage) in enumerate(stages, 1):
-            progress(label, done / (len(stages) + 1))
-            figures |= stage()
+            stages.append(Stage("disk beside CPU updates", 1, lambda: beside(on_disk.link, chosen)))
+        for stage in stages:
+            progress(stage.label, 1 - rounds.parts / all_parts)
+            left = rounds.parts - stage.parts
+            figures |= stage.run()
+            assert rounds.parts == left, stage.label
+        assert not rounds.parts, "all that was counted has been measured"
         notes = [on_disk.note()] if on_disk is not None else []
     figures["host_bandwidth"] = _host_bandwidth(figures)
     by_count = {n: figure.value for n, figure in rates.items()}
@@ -230,10 +255,16 @@ def measure(
     return dataclasses.replace(found, notes=[note for note in notes if note])
 
 
-def _fitted(effort: Effort, device: Device | None, ranks: int) -> Effort:
-    """Return the effort reduced to the memory, and on an emulated device to `emulated_s`."""
+def _fitted(effort: Effort, device: Device | None, ranks: int, figure_s: float) -> Effort:
+    """Return the effort reduced to the memory, to `figure_s` for a figure, and on an emulated device to `emulated_s`.
+
+    figure_s: seconds; infinite: no limit.
+    """
     host, on_device = effort.host_numel, effort.device_numel
     copied, on_disk = effort.copy_bytes, effort.disk_bytes
+    if figure_s < math.inf:
+        run_s = figure_s / (effort.repeats + 1)
+        host, copied = min(host, int(run_s * SLOW_CORE)), min(copied, int(run_s * SLOW_LINK / BATCH))
     rates, seconds = None if device is None else device.known_profile, effort.emulated_s
     if rates is not None:
         host = min(host, int(seconds * rates.cpu_update_rate))

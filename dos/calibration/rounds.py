@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -50,6 +51,7 @@ class Effort:
     """The duration and the size of measurements.
 
     seconds: the least for each figure. repeats: the least number for each figure, besides the warm-up.
+    limit_s: seconds of all figures together, without disks; they take precedence over `seconds` and `repeats`.
     host_numel, device_numel: parameters updated at once on the host and on the device, far more than caches hold.
     copy_bytes: bytes of one transfer. disk_bytes: the most bytes of one read or write.
     emulated_s: seconds that one update or transfer of an emulated device may last.
@@ -64,14 +66,30 @@ class Effort:
     emulated_s: float = 0.0
     formats: bool = True
     disk_bytes: int = 2**26
+    limit_s: float = math.inf
 
 
 class Rounds:
-    """Times work for as long as the effort says. All figures are means over the ranks."""
+    """Times work for as long as the effort says. All figures are means over the ranks.
 
-    def __init__(self, effort: Effort, exchange: Exchange) -> None:
+    parts: the figures that are still to come, which share the time that is left until `ends`, by the clock.
+    """
+
+    def __init__(self, effort: Effort, exchange: Exchange, clock: Callable[[], float] = time.perf_counter) -> None:
         self.effort = effort
         self.exchange = exchange
+        self.parts, self.ends = 1, math.inf
+        self._clock = clock
+
+    def limit(self, seconds: float, parts: int) -> None:
+        """Let so many figures together take so many seconds from now on, or little more."""
+        self.parts, self.ends = parts, self._clock() + seconds
+
+    def _latest(self, turns: int) -> float:
+        """Return when a figure that begins now must end. turns: its share in `parts`, from which it is taken off."""
+        now, share = self._clock(), turns / max(turns, self.parts)
+        self.parts -= turns
+        return now + share * (self.ends - now)
 
     def timed(self, run: Callable[[], list[list[float]]], turns: int = 1) -> list[Figure]:
         """Return a figure for each list of times that `run` returns, over rounds that all ranks begin together.
@@ -80,10 +98,11 @@ class Rounds:
         """
         # All ranks begin together: one that measures alone would find the links and host DRAM free of the others.
         self.exchange(None)
+        latest = self._latest(turns)
         samples: list[list[float]] = [[] for _ in run()]  # warm-up: first touch, compilation, threads
-        end = time.perf_counter() + turns * self.effort.seconds
+        end = min(self._clock() + turns * self.effort.seconds, latest)
         rounds = 0
-        while rounds < self.effort.repeats or time.perf_counter() < end:
+        while not rounds or self._clock() < (latest if rounds < self.effort.repeats else end):
             for list_, more in zip(samples, run(), strict=True):
                 list_ += more
             rounds += 1
@@ -122,10 +141,13 @@ class Rounds:
         with ThreadPoolExecutor(len(works)) as pool:
             futures = {op: pool.submit(repeat, work) for op, work in works.items()}
             try:
-                end = time.perf_counter() + max(self.effort.seconds, rounds * slowest_s)
-                while update is not None and (len(updates) < rounds or time.perf_counter() < end):
+                latest = self._latest(1)
+                end = min(self._clock() + max(self.effort.seconds, rounds * slowest_s), latest)
+                while update is not None and (
+                    not updates or self._clock() < (latest if len(updates) < rounds else end)
+                ):
                     updates += update()
-                time.sleep(max(0.0, end - time.perf_counter()))
+                time.sleep(max(0.0, end - self._clock()))
             finally:
                 stop.set()
         spans = {op: future.result() for op, future in futures.items()}

@@ -142,6 +142,32 @@ def test_fixed_costs_are_told_from_rates_and_ranks_agree_on_the_mean() -> None:
     assert Rounds(TINY, lambda value: [value, Figure(4.0, 0.2)]).agree(Figure(2.0, 0.1)) == Figure(3.0, 0.2)
 
 
+@pytest.mark.parametrize("run_s", [0.1, 1.0, 5.0])
+def test_all_figures_together_take_no_more_than_their_limit(run_s: float) -> None:
+    """But for the runs of which each figure needs one, and its warm-up. By a clock that only runs move."""
+    now, parts = 0.0, 10
+    rounds = Rounds(dataclasses.replace(TINY, seconds=3.0, repeats=5), lambda value: [value], lambda: now)
+
+    def run() -> list[list[float]]:
+        nonlocal now
+        now += run_s
+        return [[run_s]]
+
+    rounds.limit(20.0, parts)
+    for _ in range(parts - 2):
+        rounds.timed(run)
+    rounds.timed(run, turns=2)
+    assert rounds.parts == 0
+    assert now <= max(20.0, parts * 2 * run_s) + 2 * run_s
+    assert now >= min(20.0, parts * (3.0 + run_s)) - run_s, "it uses its time"
+
+
+def test_sizes_follow_from_the_limit() -> None:
+    effort = measure._fitted(measure.FULL, None, 1, 1.8)
+    assert effort.host_numel <= 1.8 / (effort.repeats + 1) * measure.SLOW_CORE
+    assert effort.host_numel * 14 > 5e8, "far more than caches hold"
+
+
 def test_the_host_alone() -> None:
     found = measure.measure(None, TINY, [1, 2])
     result = found.profile(measure.base_profile(None), "here", ranks=3)
