@@ -410,7 +410,7 @@ class InBackward:
             if setting == len(self._settings):
                 self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
         own = record.arena.whole_masters and record.master_written
-        return new_input((gradient, gradient.data_ptr(), setting, False, False, own))
+        return new_input((gradient, gradient.data_ptr(), setting, False, False, own, None))
 
     @torch.no_grad()
     def _update(self, run: Run, subgroup: Subgroup) -> None:

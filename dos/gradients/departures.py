@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -11,17 +12,17 @@ import torch
 from torch import Tensor
 
 from dos.devices import Caller, Copy, Device
-from dos.gradients.identity import Token
+from dos.gradients.identity import Token, all_unchanged
 from dos.sharding.local import local
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.transit import Transit
-from dos.step.work import SubgroupUpdate, Subject
+from dos.step.work import Input, Item, SubgroupUpdate, Subject
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Seen:
     """One parameter's gradient as hooks saw it in this iteration, and expectations for the next.
 
@@ -77,6 +78,10 @@ class Departure:
         self.gathered, self.callers = {}, set()
 
 
+_Sent = tuple[Piece, Input, Transit, Token, _Seen]
+"""A piece whose gradient was sent, with the gradient that the step finds, and the one that was sent."""
+
+
 class Departures:
     """Watches gradients become final, one parameter after the other, and returns whole subgroups of them to send.
 
@@ -90,6 +95,8 @@ class Departures:
         self._checked: dict[_Seen, bool] = {}
         """Whether gradients are untouched, as far as this step has looked."""
         self._seen: dict[ParameterRecord, _Seen] = {}
+        self._with_bits: dict[ParameterRecord, _Seen] = {}
+        """Those of which a token of this iteration has had bits."""
         self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
         self._fired_last = 0
@@ -123,6 +130,8 @@ class Departures:
             return []
         # Before the copy is issued, because the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here)
+        if written.bits is not None:
+            self._with_bits[record] = seen
         staging = record.arena.incoming.tensor
         # Another micro-batch will add to it, or user code always changes it: it would be sent in vain.
         if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
@@ -182,7 +191,7 @@ class Departures:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
         marked = [
             (seen.written, record.gradient)
-            for record, seen in self._seen.items()
+            for record, seen in self._with_bits.items()
             if seen.written is not None and seen.written.bits is not None
         ]
         return [(written, gradient) for written, gradient in marked if gradient is not None]
@@ -202,42 +211,52 @@ class Departures:
             found = self._checked[seen] = seen.is_untouched(record.parameter.grad, self._writes)
         return found
 
-    def subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
-        """Return the subgroup in a step, with the transits of gradients that are still valid."""
+    def subjects(self, updates: Iterable[tuple[Subgroup, SubgroupUpdate | None]]) -> list[Subject]:
+        """Return these subgroups in a step, with the transits of gradients that are still valid."""
+        found = [
+            (subgroup, update, [] if update is None or update.offloaded else self._sent(subgroup, update.items))
+            for subgroup, update in updates
+        ]
+        each = itertools.chain.from_iterable([sent for *_, sent in found])
+        unchecked = {known: (given, written) for _, given, _, written, known in each if known not in self._checked}
+        if self._all_untouched(unchecked.values()):
+            self._checked.update(dict.fromkeys(unchecked, True))
+        return [self._subject(*each) for each in found]
+
+    def _sent(self, subgroup: Subgroup, items: Sequence[Item]) -> list[_Sent]:
+        """Return the pieces whose last gradients were sent early, which may have changed since."""
+        departure = self._departures.get(subgroup)
+        # A wider staging may have replaced the one to which they were sent.
+        if departure is None or not departure.sent or departure.staging is not subgroup.arena.gradient:
+            return []
+        sent, seen = departure.sent, self._seen
+        # The gradient that was sent may be of an earlier backward than the last one.
+        return [
+            (piece, given, *sent[piece], seen[piece.record])
+            for piece, given in items
+            if piece in sent and seen[piece.record].written is sent[piece][1]
+        ]
+
+    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, sent: Sequence[_Sent]) -> Subject:
         if update is None or update.offloaded:
             return Subject(subgroup, update, (), ())
-        holding, departed = self.arriving(subgroup, update.pieces)
-        late = [item for item in update.items if item[0] not in holding] if holding else update.items
-        return Subject(subgroup, update, departed, late)
-
-    def arriving(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> tuple[set[Piece], list[Transit]]:
-        """Return the pieces whose gradients were sent early and are still valid, and the transits of these."""
-        departure = self._departures.get(subgroup)
-        if departure is None or departure.staging is not subgroup.arena.gradient:  # a wider one may have replaced it
-            return set(), []
-        holding = set()
-        transfers = {}
         checked = self._checked
-        for piece in pieces if departure.sent else ():
-            sent = departure.sent.get(piece)
-            if sent is None:
-                continue
-            transit, written = sent
-            seen = self._seen[piece.record]
-            # The gradient that was sent may be of an earlier backward than the last one.
-            if seen.written is not written:
-                continue
-            untouched = checked.get(seen)
-            if untouched is None:
-                gradient = piece.record.parameter.grad
-                if written.gradient is not None and gradient is not None:  # as `_is_untouched`, in one call
-                    untouched = checked[seen] = written.unchanged(gradient, self._writes)
-                else:
-                    untouched = self._is_untouched(piece.record, seen)
-            if untouched:
-                holding.add(piece)
-                transfers[transit.number] = transit
-        return holding, list(transfers.values())
+        holding = {
+            piece: transit
+            for piece, _, transit, _, known in sent
+            if (checked[known] if known in checked else self._is_untouched(piece.record, known))
+        }
+        transits = {transit.number: transit for transit in holding.values()}
+        late = [item for item in update.items if item[0] not in holding] if holding else update.items
+        return Subject(subgroup, update, list(transits.values()), late)
+
+    def _all_untouched(self, gathered: Collection[tuple[Input, Token]]) -> bool:
+        """Return whether these are known to be untouched, asking all at once; False: ask each."""
+        forms = [given.form for given, _ in gathered]
+        if self._writes is None or None in forms:
+            return False
+        gradients, tokens = [given.values for given, _ in gathered], [written for _, written in gathered]
+        return all_unchanged(tokens, gradients, forms, self._writes)
 
     def finish(self) -> None:
         """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
@@ -262,13 +281,14 @@ class Departures:
         """Forget all gradients seen so far, and refer to none of them."""
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
-        self._departures, self._checked = {}, {}
+        self._departures, self._checked, self._with_bits = {}, {}, {}
         self._fired = 0
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:
         """Forget records whose parameters were replaced."""
         for record in records:
             self._seen.pop(record, None)
+            self._with_bits.pop(record, None)
 
     def _awaited(self, subgroup: Subgroup) -> set[Piece]:
         """Return the pieces for which the subgroup waits: not those whose gradient was missing or changed last time."""

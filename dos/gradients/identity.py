@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +31,9 @@ class Token:
         `look_at_bits` has found other bits.
     """
 
+    # `step()` reads thousands of these before its first work, cold: they take less memory so.
+    __slots__ = ("_address", "_form", "_plain", "_seen_version", "_storage", "bits", "gradient", "negated", "rewritten")
+
     def __init__(self, gradient: GradientOrHandle, *, here: bool = True) -> None:
         """here: whether `p.grad` is this tensor itself."""
         # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
@@ -38,14 +43,14 @@ class Token:
         self._plain = type(gradient) is Tensor  # as almost all gradients are
         if isinstance(gradient, Tensor):
             try:
-                self._version = version_counter(gradient) if self._plain else version(gradient)
+                self._seen_version = version_counter(gradient) if self._plain else version(gradient)
             except RuntimeError:
-                self._plain, self._version = False, 0  # an inference tensor counts no writes
+                self._plain, self._seen_version = False, 0  # an inference tensor counts no writes
             mine = gradient if self._plain else local(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self.negated = mine.is_neg()  # once, because it lets go of Python's lock
-            self._reading = mine.data_ptr(), mine.dtype, mine.shape, mine.stride(), self.negated  # as `_reading`
+            self._address, self._form = mine.data_ptr(), (mine.dtype, mine.shape, mine.stride(), self.negated)
             if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
 
@@ -61,7 +66,8 @@ class Token:
         if not isinstance(gradient, Tensor):
             return True
         mine = gradient if self._plain else local(gradient)
-        return self._storage.cdata == storage_address(mine.untyped_storage()) and self._reading == _reading(mine)
+        same = self._storage.cdata == storage_address(mine.untyped_storage()) and self._address == mine.data_ptr()
+        return same and self._form == (mine.dtype, mine.shape, mine.stride(), mine.is_neg())
 
     def unchanged(self, gradient: Tensor, writes: int | None) -> bool:
         """Return whether the token `holds` the gradient, whose values are the same.
@@ -70,20 +76,31 @@ class Token:
         """
         if self._plain and self.gradient is not None and self.gradient() is gradient:
             # `holds`, without a call: `step()` asks for each gradient that was sent, before its first work.
-            reading = gradient.data_ptr(), gradient.dtype, gradient.shape, gradient.stride(), gradient.is_neg()
-            same = not self.rewritten and self._reading == reading
+            form = gradient.dtype, gradient.shape, gradient.stride(), gradient.is_neg()
+            same = not self.rewritten and self._address == gradient.data_ptr() and self._form == form
             if not same or self._storage.cdata != storage_address(gradient.untyped_storage()):
                 return False
         elif not self.holds(gradient):
             return False
         now = version_counter(gradient) if self._plain else version(gradient)
-        return self.bits is not None or now - self._version == writes
+        return self.bits is not None or now - self._seen_version == writes
 
     def writes(self, gradient: Tensor) -> int:
         """Return the number of writes to the gradient, which the token `holds`, as far as versions count them."""
-        return (version_counter(gradient) if self._plain else version(gradient)) - self._version
+        return (version_counter(gradient) if self._plain else version(gradient)) - self._seen_version
 
 
-def _reading(tensor: Tensor) -> tuple[object, ...]:
-    """Return where and how the tensor reads its memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
+def all_unchanged(tokens: Sequence[Token], gradients: Sequence[Tensor], forms: Sequence[object], writes: int) -> bool:
+    """Return whether each token is known to be `unchanged`, asking one thing of all at a time; False: ask each.
+
+    forms: dtype, shape, strides and sign of each gradient.
+    """
+    return (
+        False not in [t._plain and t.bits is None and not t.rewritten for t in tokens]
+        and None not in [t.gradient for t in tokens]
+        and all(map(operator.is_, [t.gradient() for t in tokens], gradients))  # type: ignore[misc]
+        and [version_counter(g) - writes for g in gradients] == [t._seen_version for t in tokens]
+        and [t._form for t in tokens] == forms
+        and [g.data_ptr() for g in gradients] == [t._address for t in tokens]
+        and [storage_address(g.untyped_storage()) for g in gradients] == [t._storage.cdata for t in tokens]
+    )

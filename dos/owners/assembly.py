@@ -119,4 +119,5 @@ class Assembly:
             with self.guard.change():
                 if self.on_device is not None:
                     self.on_device.forget(gone)
+                self.reconciler.forget()
                 self.registry.forget(gone, self.parameters)

@@ -87,7 +87,7 @@ class Preparing:
         if weights is not None and not self._follow_plan(weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=weights.staying())  # the device has no memory for more
             plan = on_device.decide(facts)
-        subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
+        subjects = departures.subjects([(subgroup, updates.get(subgroup)) for subgroup in subgroups])
         if registry.offloaded.enabled:  # gradients that backward has offloaded may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
             stores.host.stage(updates)
@@ -123,7 +123,7 @@ class Preparing:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""
         self._registry.homes.check_unwritten()
         parts, reconciler = self._assembly, self._assembly.reconciler
-        settled, others, gone = reconciler.look(parts.groups)
+        settled, others, gone, given = reconciler.look(parts.groups)
         if parts.weights is not None:
             # Else the update would write to memory that the parameters do not have any more.
             parts.weights.take_replaced([p for p, _ in others])
@@ -134,4 +134,4 @@ class Preparing:
         if reconciler.need_home(found):
             self._state.bring_home_within()
         reconciler.settle(found, parts.groups)
-        return Active(settled + found, len(settled))
+        return Active(settled + found, len(settled), given)

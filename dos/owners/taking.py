@@ -110,7 +110,7 @@ class Taking:
         self._registry.place_gradients(self._assembly.groups)
         if self._registry.offloaded.enabled:
             self._waiting.end_last_step()
-            settled, others, _ = self._assembly.reconciler.look(self._assembly.groups)
+            settled, others, *_ = self._assembly.reconciler.look(self._assembly.groups)
             self.take_remaining(settled + self._assembly.enrol(others))
 
     def renew_hooks(self) -> None:

@@ -11,6 +11,7 @@ from dos.parameters.active import Active
 from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
+from dos.parameters.steady import Given, Steady, same
 from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena
@@ -25,11 +26,13 @@ class Look(NamedTuple):
     settled: parameters that are unchanged since the last step. others: parameters that are new, or of which the
         gradient, the memory or the state is.
     gone: records of arenas none of whose parameters is in a group any more, or has an entry in the state.
+    given: the gradients of the settled ones, where they were looked at all at once, and there are no others.
     """
 
     settled: list[tuple[ParameterRecord, Group]]
     others: list[tuple[Tensor, Group]]
     gone: list[ParameterRecord]
+    given: Given | None = None
 
 
 class Reconciler:
@@ -46,6 +49,10 @@ class Reconciler:
     def __init__(self, registry: Registry, rule: Rule) -> None:
         self._registry = registry
         self._rule = rule
+        self._steady: Steady | None = None
+        """What the last look has found, if that was the same as the one before."""
+        self._last: list[ParameterRecord] = []
+        """The records of the last look, if all were settled."""
 
     def look(self, groups: Sequence[Group]) -> Look:
         """Sort all parameters with a gradient: `others` can be used, but must be enrolled and settled first.
@@ -54,12 +61,19 @@ class Reconciler:
         """
         records, known, state, seen = self._registry.records, 0, self.state, self.seen
         self._registry.offloaded.check()
+        extras = [self._rule.extra(group) for group in groups]
+        given = None if self._steady is None else self._steady.given(groups, extras, state if seen else None)
+        if given is not None and self._steady is not None:
+            for number, group in enumerate(groups):
+                if self._steady.counts[number]:
+                    self._rule.check(group, f"param group {number}")
+            return Look(self._steady.members, [], [], given)
+        self._steady = None
         away = self._registry.offloaded.records
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
-        for number, group in enumerate(groups):
+        for number, (group, extra) in enumerate(zip(groups, extras, strict=True)):
             checked = False
-            extra = self._rule.extra(group)
             for p in group["params"]:
                 gradient = p.grad
                 record = records.get(id(p))
@@ -83,7 +97,17 @@ class Reconciler:
                 else:
                     check_parameter(p, group, self._entry(p), record, self._registry.devices, self._rule)
                     others.append((p, group))
-        return Look(settled, others, self._replaced(groups) if known < len(records) else [])
+        gone = self._replaced(groups) if known < len(records) else []
+        before, self._last = self._last, [] if others or gone else [record for record, _ in settled]
+        # Another time, because the members may change from step to step, as experts do.
+        plain = not (self._registry.wrapped or self._registry.offloaded.enabled)
+        if plain and before and same(before, self._last):
+            self._steady = Steady(settled, groups, extras, self._registry)
+        return Look(settled, others, gone)
+
+    def forget(self) -> None:
+        """Forget what the last look has found, so that records that are forgotten are released."""
+        self._steady, self._last = None, []
 
     def _entry(self, parameter: Tensor) -> dict[str, Any]:
         """Return the parameter's entry in `optimizer.state`, empty if it has none."""

@@ -44,6 +44,7 @@ class Registry:
     devices: says which parameters are on the accelerator. lasting_bytes: device memory of state that never leaves.
     offloaded: the gradients that have been moved to the host.
     meshes: the ranks over which parameters are divided. watching: the hooks on their gradients.
+    wrapped: whether any record is `wrapped`.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class Registry:
         """Whether all ranks have the same parameters and settings, as far as is known."""
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
-        self._wrapped = False
-        """Whether there was a wrapped parameter."""
+        self.wrapped = False
         self.accelerated: list[Subgroup] = []
         self.on_host: list[Subgroup] = []
         self.index: dict[Subgroup, int] = {}
@@ -229,7 +229,7 @@ class Registry:
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
         """Return the parameters of which copies are read, or no version counts writes; see `look_at_bits`."""
-        if not self._wrapped and (self.devices.found is None or self.devices.found.queues):
+        if not self.wrapped and (self.devices.found is None or self.devices.found.queues):
             return []
         return [(record, record.local) for record in self.records.values() if record.bits is not None]
 
@@ -264,7 +264,7 @@ class Registry:
                     self.places[piece.record].append((subgroup, piece))
                 (self.accelerated if subgroup.arena.accelerated else self.on_host).append(subgroup)
             self.numbered += len(records)
-            self._wrapped |= any(record.wrapped for record in records)
+            self.wrapped |= any(record.wrapped for record in records)
             self.records.update({id(record.parameter): record for record in records})
             for key in nbytes:
                 self._promised[False].pop(key, None)

@@ -31,6 +31,7 @@ class Input(NamedTuple):
     parameter_written: whether user code wrote to the parameter since our last step, so that its master follows first.
     fresh: whether its state is still zero: the master is the parameter, and the rest is zero.
     master_written: whether user code wrote to its whole master, which then is used as it is.
+    form: the dtype, shape, strides and sign of the tensor that has `values`; None: not looked at.
     """
 
     values: Tensor
@@ -39,6 +40,7 @@ class Input(NamedTuple):
     parameter_written: bool
     fresh: bool = False
     master_written: bool = False
+    form: tuple[Any, ...] | None = None
 
 
 new_input: Callable[[tuple[Any, ...]], Input] = partial(tuple.__new__, Input)

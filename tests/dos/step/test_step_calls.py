@@ -30,7 +30,10 @@ def no_garbage() -> Iterator[None]:
 
 
 def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left."""
+    """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
+
+    With those of C. The last steps look at all parameters at once.
+    """
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     settings: dict[str, Any] = {"policy": "cpu", "device": EmulatedDevice(FAST, 10**9)}
     optimizer = DOSAdam(model.parameters(), subgroup_size=SIZE * EACH, **settings)
@@ -38,7 +41,7 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
-        found += event == "call"
+        found += event in ("call", "c_call")
 
     def given(turns: Turns, turn: Any) -> None:
         sys.setprofile(None)
@@ -60,7 +63,7 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_calls_before_the_first_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (calls(parameters, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
-    assert (many - few) / (20 * EACH) <= 15
+    assert (many - few) / (20 * EACH) <= 36
 
 
 def calls_in_backward(parameters: int, updates: str) -> int:
