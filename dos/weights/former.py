@@ -17,7 +17,8 @@ class FormerMemory:
 
     def __init__(self) -> None:
         # By ids of parameters, which the block keeps. References are weak: most often user code keeps nothing.
-        self._given: dict[int, StorageWeakRef] = {}
+        self._given: dict[int, list[StorageWeakRef]] = {}
+        """Memory of each parameter whose values are those of the parameter."""
         self._kept: dict[int, list[tuple[StorageWeakRef, Tensor]]] = {}
 
     def __bool__(self) -> bool:
@@ -27,7 +28,8 @@ class FormerMemory:
         """Let the parameter have this memory, in a storage of its own."""
         # Programs that save checkpoints take tensors that share one for one tensor.
         p.data = with_own_storage(place)
-        self._given[id(p)] = StorageWeakRef(p.untyped_storage())
+        alive = (each for each in self._given.get(id(p), ()) if not each.expired())
+        self._given[id(p)] = [*alive, StorageWeakRef(p.untyped_storage())]
 
     def is_back(self, p: Tensor) -> bool:
         """Return whether user code has put memory back into which other values were written since."""
@@ -43,10 +45,15 @@ class FormerMemory:
         `place`, in which the values of before are, is about to be overwritten.
         """
         before = self._find(p) if id(p) in self._kept else None
-        given, now = self._given.get(id(p)), StorageWeakRef(p.untyped_storage())
-        kept = [(storage, values) for storage, values in self._kept.pop(id(p), ()) if not storage.expired()]
-        if given is not None and given != now and not given.expired():
-            kept.append((given, place.detach().to("cpu", copy=True)))  # the device may have no memory for it
-        if kept and before is None:
+        now = StorageWeakRef(p.untyped_storage())
+        kept = [each for each in self._kept.pop(id(p), ()) if each[0] != now and not each[0].expired()]
+        given = [each for each in self._given.pop(id(p), ()) if each != now and not each.expired()]
+        if given:
+            former = place.detach().to("cpu", copy=True)  # the device may have no memory for it
+            kept += [(each, former) for each in given]
+        if kept:
             self._kept[id(p)] = kept
-        return values if before is None else before
+        if before is None:
+            return values
+        self._given[id(p)] = [now]  # user code may put it back once more, as where it has kept it since the beginning
+        return before

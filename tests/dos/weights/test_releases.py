@@ -276,3 +276,4 @@ def test_a_method_fetches_blocks_ahead_in_each_call_and_none_in_vain() -> None:
             device.fetched.clear()
             model.encode(inputs(step, model))
         assert device.fetched == [0, 1, 2, 3]
+        assert not device.filled  # no backward needs the last window

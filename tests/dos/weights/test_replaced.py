@@ -15,6 +15,7 @@ from dos import DOSAdam, EmulatedDevice
 from tests.support.blocks import loss, net, start
 from tests.support.crossings import crossed
 from tests.support.devices import UpdatesAfterStep
+from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, bits
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -233,22 +234,25 @@ def test_parameters_have_storages_of_their_own() -> None:
 
 @pytest.mark.parametrize(("dtype", "weights", "policy"), MODES)
 def test_weights_that_are_put_back_after_an_evaluation(dtype: torch.dtype, weights: Any, policy: str) -> None:
-    """Averages that keep `p.data`, set their own, and put it back: with weights that stream, nothing is other."""
+    """Averages that keep `p.data`, set their own, and put it back: with weights that stream, nothing is other.
+
+    What was kept may be put back again after later steps, which have written to it.
+    """
     ends = []
     for streams in (weights, None):
         model = net(dtype, blocks=4)
         optimizer = start(model, streams, policy=policy)
         shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
-        seen = []
+        seen, backup = [], dict[str, Tensor]()
         for step in range(4):
             loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
             for name, p in model.named_parameters():
                 shadow[name] = (0.5 * shadow[name] + 0.5 * p.data).clone()
-            backup = {}
             for name, p in model.named_parameters():
-                backup[name] = p.data
+                if step != 2:
+                    backup[name] = p.data
                 p.data = shadow[name]
             with torch.no_grad():
                 seen += [loss(model, 50), loss(model, 51)]
@@ -258,4 +262,11 @@ def test_weights_that_are_put_back_after_an_evaluation(dtype: torch.dtype, weigh
                 seen += [p.clone() for p in model.state_dict().values()]
             seen.append(loss(model, 52).detach())
         ends.append(bits([*model.parameters(), *seen]))
+        backup |= {name: p.data for name, p in model.named_parameters()}
+        for _ in range(2):
+            clone(model)
+            loss(model, 0)
+            backup.clear()
+        homes = session_of(optimizer).assembly.weights
+        assert homes is None or not any(block.kept for block in homes.stream.blocks), "values that nobody can put back"
     assert ends[0] == ends[1]
