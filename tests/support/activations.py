@@ -35,12 +35,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: int = 4) -> None:
+    def __init__(self, blocks: int = 4, width: int = 16) -> None:
         super().__init__()
         torch.default_generator.manual_seed(0)
-        self.first = nn.Linear(24, 16)
-        self.blocks = nn.ModuleList(Block(16) for _ in range(blocks))
-        self.last = nn.Linear(16, 7)
+        self.first = nn.Linear(24, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = nn.Linear(width, 7)
         self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,9 +34,13 @@ RUNS = (whole, reentrant, recomputed)
 """How a block runs: with all that it saves, or again in backward, in both forms."""
 
 
-def net(dtype: torch.dtype = torch.bfloat16, blocks: int = 6, run: Any = whole) -> Net:
+WIDE = 48
+"""A width of blocks with which state exceeds what two windows for a disk take, and so cannot all be at home."""
+
+
+def net(dtype: torch.dtype = torch.bfloat16, blocks: int = 6, run: Any = whole, width: int = 16) -> Net:
     """The same parameters each time."""
-    model = Net(blocks).to(dtype)
+    model = Net(blocks, width).to(dtype)
     model.run = run
     return model
 

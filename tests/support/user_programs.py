@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from dos import DOSAdam
 from tests.support.blocks import inputs, loss, net
 
 Make = Callable[[nn.Module], Any]
@@ -28,15 +29,15 @@ Make = Callable[[nn.Module], Any]
 class Job:
     """A model of four blocks and its optimizer. adapt: changes the model before the optimizer is built."""
 
-    def __init__(self, make: Make, adapt: Callable[[Any], object] | None, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, make: Make, adapt: Callable[[Any], object] | None, dtype: torch.dtype, width: int = 16) -> None:
+        self.dtype, self.width = dtype, width
         self.model: Any = self.new_model()
         if adapt is not None:
             adapt(self.model)
         self.optimizer = make(self.model)
 
     def new_model(self) -> Any:
-        return net(self.dtype, blocks=4)
+        return net(self.dtype, blocks=4, width=self.width)
 
     def backward(self, seed: int) -> Tensor:
         found = loss(self.model, seed)
@@ -66,7 +67,9 @@ def deep_copies(job: Job) -> Iterable[Tensor]:
     twin.load_state_dict(copy.deepcopy(job.model.state_dict()))
     state = copy.deepcopy(job.optimizer.state_dict())
     job.step(2)
-    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    coded = any("exp_avg" not in entry for entry in state["state"].values())
+    other: Any = DOSAdam if coded else torch.optim.AdamW
+    other = other(twin.parameters(), lr=1e-2, **({"state_format": "int8"} if coded else {}))
     other.load_state_dict(state)
     loss(twin, 2).backward()
     other.step()

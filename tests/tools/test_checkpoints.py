@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
-from tests.support.blocks import loss, net, start
+from tests.support.blocks import WIDE, loss, net, start
+from tests.support.disk import bytes_on_disk
 from tests.support.training import assert_close_ulp, bits
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -22,16 +23,20 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "all stay": (torch.bfloat16, {"weights": 4, "policy": 0.5, "state_format": "float32"}),
     "auto": (torch.float32, {"weights": "auto", "policy": "adaptive", "capacity": 30_000}),
     "codes": (torch.float32, {"weights": 0, "policy": "resident", "state_format": "int8"}),
-    "disk": (torch.float32, {"weights": 2, "host_memory": 80_000}),
+    "disk": (torch.float32, {"weights": 2, "host_memory": 400_000}),
     "attached": (torch.bfloat16, {"weights": None, "policy": "stride:2", "offload_gradients": False}),
 }
 
 
-def trained(mode: str, folder: Path) -> tuple[nn.Module, Any]:
-    dtype, settings = MODES[mode]
-    model = net(dtype, blocks=4)
+def new_model(mode: str) -> Any:
+    return net(MODES[mode][0], blocks=4, width=WIDE if mode == "disk" else 16)
+
+
+def trained(mode: str, folder: Path) -> tuple[Any, Any]:
+    model, settings = new_model(mode), MODES[mode][1]
     optimizer = start(model, **settings, **({"disk": folder} if mode == "disk" else {}))
     step(model, optimizer)
+    assert mode != "disk" or bytes_on_disk(folder)
     return model, optimizer
 
 
@@ -85,13 +90,13 @@ def resumed(model: nn.Module, optimizer: Any, folder: Path) -> list[torch.Tensor
 def test_accelerate(mode: str, tmp_path: Path) -> None:
     """As AdamW, where it computes the same; as on the host, in all."""
     dtype, settings = MODES[mode]
-    model, plain = net(dtype, blocks=4), net(dtype, blocks=4)
+    model, plain = new_model(mode), new_model(mode)
     optimizer = start(model, **settings, **({"disk": tmp_path / "disk"} if mode == "disk" else {}))
     ours = resumed(model, optimizer, tmp_path / "ours")
     on_host = DOSAdam(plain.parameters(), lr=1e-2, state_format=settings.get("state_format"))
     assert bits(ours) == bits(resumed(plain, on_host, tmp_path / "host"))
     if dtype is torch.float32 and "state_format" not in settings:
-        model = net(dtype, blocks=4)
+        model = new_model(mode)
         adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
         assert_close_ulp(ours, resumed(model, adamw, tmp_path / "adamw"))
 
@@ -120,7 +125,7 @@ def pickled(value: Any) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_torch_saves_one_weight_alone(mode: str, tmp_path: Path) -> None:
     model, _ = trained(mode, tmp_path / "disk")
-    plain = net(MODES[mode][0], blocks=4)
+    plain = new_model(mode)
     assert pickled(model.blocks[0].out.bias) == pickled(plain.blocks[0].out.bias)
     assert abs(pickled(model.state_dict()) - pickled(plain.state_dict())) < 1000
     torch.save(model.state_dict(), tmp_path / "model.pt")

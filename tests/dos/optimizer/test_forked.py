@@ -15,6 +15,7 @@ from torch import Tensor
 from dos import EmulatedDevice
 from dos.devices import pinned
 from tests.support import blocks
+from tests.support.disk import bytes_on_disk
 from tests.support.fake_cuda import Runtime, install
 from tests.support.training import FAST
 
@@ -68,12 +69,13 @@ OF_WEIGHTS: dict[str, Callable[[Any, Any], object]] = {
 
 
 def started(weights: Any, pins: bool, tmp_path: Path | None, **options: Any) -> tuple[Any, Any]:
-    model = blocks.net()
+    model = blocks.net(width=blocks.WIDE)
     device = (Pins if pins else EmulatedDevice)(FAST, 10**8)
     if tmp_path is not None:
-        options |= {"disk": tmp_path, "host_memory": 10**6}
+        options |= {"disk": tmp_path, "host_memory": 400_000}
     optimizer = blocks.start(model, weights, device=device, **options)
     blocks.train(model, optimizer, 2)
+    assert tmp_path is None or bytes_on_disk(tmp_path)
     return model, optimizer
 
 

@@ -16,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dos import DOSAdam
 from dos.torch_internals.live_objects import parameters_of_all_modules
+from tests.support.disk import bytes_on_disk
 from tests.support.inside import session_of
-from tests.support.training import SLOW, assert_close_ulp, batch, bits, loss_of, maker, mlp, train
+from tests.support.training import SLOW, assert_close_ulp, batch, bits, loss_of, maker, mlp, profile, train
 
 Read = Callable[[Any, Any], Iterable[Tensor]]
 """Reads parameters of a model with its optimizer."""
@@ -74,9 +75,9 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def prepared(make: Any) -> tuple[nn.Sequential, Any]:
+def prepared(make: Any, width: int = 40) -> tuple[nn.Sequential, Any]:
     """A model after three steps, the last of which is in flight if the optimizer is ours."""
-    model = mlp()
+    model = mlp(width=width)
     optimizer = make(model.parameters())
     if isinstance(optimizer, DOSAdam):
         optimizer.attach(model)
@@ -110,7 +111,10 @@ def test_all_that_reads_right_after_a_step_reads_its_values(settings: dict[str, 
         train(twin, plain, 1, first_step=step)
 
 
-@pytest.mark.parametrize("settings", [{"state_format": "int8"}, {"host_memory": 70_000}], ids=["codes", "disk"])
+ON_DISK = {"host_memory": 120_000, "subgroup_size": 2048, "machine": profile(cpu_update_rate=3e6)}
+
+
+@pytest.mark.parametrize("settings", [{"state_format": "int8"}, ON_DISK], ids=["codes", "disk"])
 def test_reads_and_writes_right_after_a_step_with_state_in_codes_or_on_disk(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +124,10 @@ def test_reads_and_writes_right_after_a_step_with_state_in_codes_or_on_disk(
         settings = {**settings, "disk": tmp_path}
     ends = []
     for first in (False, True):
-        model, optimizer = prepared(maker("cpu", machine=SLOW, lr=0.01, **settings))
+        model, optimizer = prepared(
+            maker("cpu", **{"machine": SLOW, "lr": 0.01, **settings}), 600 if "disk" in settings else 40
+        )
+        assert "disk" not in settings or bytes_on_disk(tmp_path)
         found: list[Tensor] = []
         for step, (way, write) in enumerate(WRITES.items()):
             for read in READS.values() if way == "nn.init" else [READS["parameters"]]:

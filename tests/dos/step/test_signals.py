@@ -66,11 +66,11 @@ MODES = {
 class Run:
     def __init__(self, mode: str, folder: Path) -> None:
         settings, attached, weights, disk = MODES[mode]
-        self.model = blocks.net(blocks=3)
+        self.model = blocks.net(blocks=3, width=blocks.WIDE if disk else 16)
         if settings:
             settings = {**settings, "device": EmulatedDevice(FAST, 10**8)}
         if disk:
-            settings = {**settings, "disk": folder, "host_memory": 60_000}
+            settings = {**settings, "disk": folder, "host_memory": 120_000}
         self.optimizer = DOSAdam(self.model.parameters(), lr=1e-2, **settings)
         if attached:
             self.optimizer.attach(self.model, weights=weights)
