@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -18,7 +19,7 @@ from dos.planning.reading import Reading, Source
 from dos.planning.report import Report
 from dos.step.iteration import Iteration, Wait
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload
-from tests.support.blocks import loss, net
+from tests.support.blocks import WIDE, loss, net
 from tests.support.training import FAST, profile
 
 ROUNDED = 0.11
@@ -95,6 +96,7 @@ def test_any_report_adds_up(
     assert_adds_up(str(report), report.metrics())
 
 
+ON_DISK: dict[str, Any] = {"disk": "state", "policy": "cpu", "subgroup_size": 2048}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "cpu": {"policy": "cpu"},
@@ -104,10 +106,12 @@ MODES: dict[str, dict[str, Any]] = {
     "offload": {"offload_gradients": True},
     "offload, attached": {"offload_gradients": True, "attach": {}},
     "activations": {"attach": {"activations": 1.0}},
-    "disk": {"disk": "state", "host_memory": 10**6, "attach": {}},
+    "disk": {**ON_DISK, "host_memory": 200_000, "attach": {}},
     **{f"weights={n}": {"offload_gradients": True, "attach": {"weights": n}} for n in (0, 2, 99, "auto")},
-    "weights=0, disk": {"offload_gradients": True, "disk": "s", "host_memory": 2 * 10**6, "attach": {"weights": 0}},
+    "weights=0, disk": {**ON_DISK, "host_memory": 500_000, "offload_gradients": True, "attach": {"weights": 0}},
     "int8": {"state_format": "int8", "attach": {}},
+    "in backward": {"policy": "cpu", "attach": {"updates": "backward"}},
+    "in backward, offload": {"policy": "cpu", "offload_gradients": True, "attach": {"updates": "backward"}},
 }
 
 
@@ -117,21 +121,25 @@ def test_a_report_of_a_step_adds_up(mode: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     options = {**MODES[mode]}
     attach = options.pop("attach", None)
-    model = net()
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    model = net(width=WIDE if "disk" in mode else 16)
     numel = sum(p.numel() for p in model.parameters())
     device = EmulatedDevice(FAST.scaled(1e-4), capacity=40 * numel)
     optimizer = DOSAdam(model.parameters(), device=device, **{"subgroup_size": numel // 5, **options})
     if attach is not None:
         optimizer.attach(model, **attach)
     for step in range(4):
-        for _ in range(2):
-            loss(model, step).backward()
+        for last in (False, True):
+            with contextlib.nullcontext() if last else optimizer.no_update():
+                loss(model, step).backward()
         if step:
             assert_adds_up(optimizer.explain(), optimizer.metrics())
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
     assert_adds_up(optimizer.explain(), optimizer.metrics())
+    assert ("% int8" in optimizer.explain()) == (mode == "int8")
+    assert (optimizer.metrics().get("disk_held_bytes", 0) > 0) == ("disk" in mode)
 
 
 def test_waits_that_overlap_count_once_and_only_those_of_the_update_are_said_to_be_of_it() -> None:
