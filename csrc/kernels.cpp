@@ -89,7 +89,9 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
       if constexpr (!__is_same(Out, None)) prefetch(out, part);
       if constexpr (kSplit) prefetch(rest, part);
       if constexpr (!__is_same(Out, None)) {
-        if (arrays.takes_written()) take_written<Out>(param, out, part, stop - part < kBlock ? stop : part + kBlock);
+        if (arrays.takes_written() && (part - begin) % kChecked == 0) {
+          take_written<Out>(param, out, part, end_of_block(part, end, kChecked));
+        }
       }
       const auto update = [&](int64_t count) __attribute__((always_inline)) {
 #pragma omp simd

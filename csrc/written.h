@@ -9,6 +9,9 @@
 namespace dos {
 namespace {
 
+// How many elements are compared before they are updated: few enough to stay in the innermost cache meanwhile.
+constexpr int64_t kChecked = 512;
+
 // Returns 0 if the master, rounded, is the parameter.
 template <class Out>
 uint32_t difference(float master, typename Out::Stored parameter) {
@@ -46,6 +49,7 @@ bool any_other(const float* __restrict master, const typename Out::Stored* __res
 #if defined(__AVX512BW__)
   if constexpr (!__is_same(Out, Float32)) {
     __m512i found = _mm512_setzero_si512();
+#pragma GCC unroll 4
     for (; begin + 32 <= end; begin += 32) {
       const float* values = master + begin;
       const __m512i rounded = rounded_halves(Out{}, _mm512_loadu_ps(values), _mm512_loadu_ps(values + 16));
