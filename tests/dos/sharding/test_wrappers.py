@@ -225,14 +225,15 @@ def shards(steps: int, folder: str) -> list[tuple[str, Tensor, Tensor, type]]:
 
     adamw.LEAST_CODED = 128
     mesh = init_device_mesh("cpu", (2,))
-    part = torch.randn(8, 128, generator=torch.Generator().manual_seed(mesh.get_rank()))
+    part = torch.randn(2400, 128, generator=torch.Generator().manual_seed(mesh.get_rank()))
     own = f"{folder}/{mesh.get_rank()}"
+    large = {"subgroup_size": 100_000}
     modes: dict[str, dict[str, Any]] = {
-        "plain": on("cpu"),
-        "disk": on("cpu", disk=own, host_memory=70_000),
-        "int8": on("cpu", state_format="int8"),
-        "int8 on the device": on("resident", state_format="int8"),
-        "int8 on disk": on("stride:1", state_format="int8", disk=own, host_memory=70_000),
+        "plain": on("cpu", **large),
+        "disk": on("cpu", disk=own, host_memory=3_300_000, **large),
+        "int8": on("cpu", state_format="int8", **large),
+        "int8 on the device": on("resident", state_format="int8", **large),
+        "int8 on disk": on("stride:1", state_format="int8", disk=own, host_memory=2_700_000, **large),
     }
     found = []
     for name, settings in modes.items():
@@ -247,6 +248,7 @@ def shards(steps: int, folder: str) -> list[tuple[str, Tensor, Tensor, type]]:
             theirs.step()
         keys = {key: type(value) for key, value in ours.state[parameter].items() if key.startswith("exp_avg")}
         assert name.startswith("int8") == any("codes" in key for key in keys), keys
+        assert (ours.metrics().get("disk_held_bytes", 0) > 0) == ("disk" in name)
         weight: Any = parameter
         found.append((name, weight._local_tensor._data.detach(), plain.detach(), *set(keys.values())))
     return found
@@ -257,6 +259,8 @@ def test_dtensors_of_them(pair: Ranks, tmp_path: Path) -> None:
         coded = [mine for name, mine, *_ in found if name.startswith("int8")]
         assert all(torch.equal(mine, coded[0]) for mine in coded)
         for name, mine, expected, kind in found:
-            close = {"rtol": 0.1, "atol": 0.02} if name.startswith("int8") else {}
-            torch.testing.assert_close(mine, expected, **close)
+            if name.startswith("int8"):
+                assert ((mine - expected).abs() > 0.02 + 0.1 * expected.abs()).float().mean() < 1e-3
+            else:
+                torch.testing.assert_close(mine, expected)
             assert kind.__name__ == "DTensor"
