@@ -82,7 +82,7 @@ class Backward:
             options.memory_budget,
             held=lambda: device_store.nbytes + registry.lasting_bytes + sum(each.nbytes for each in streams),
             on_host=lambda: host_store.nbytes,
-            away=activations.away,
+            away=lambda: activations.away() if activations.in_use else 0,
             pooled=lambda: activations.pool.nbytes,
             pinned=lambda: host_store.pinned_bytes + activations.pool.pinned_bytes,
         )
@@ -111,19 +111,20 @@ class Backward:
         count, weight_bytes = max(1, self._micro_batches), 0
         # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
-        late = self.now.travels or bool(reduced_parameters()) or 2 * self.now.left > self.now.gradients
-        if (
-            self.weights is None
-            and not self.updates
-            and (late or (pace.backward.known and not self._registry.offloaded.enabled))
-        ):
-            backward_s = pace.backward.seconds
+        if self.weights is None and not self.updates:
+            late = self.now.travels or 2 * self.now.left > self.now.gradients
+            known = pace.backward.known and not self._registry.offloaded.enabled
+            if late or known or reduced_parameters():
+                backward_s = pace.backward.seconds
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes
         if self._registry.offloaded.enabled:
             # All gradients return for updates on the device.
             loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in loads)
             weights["micro_batches"] = count
+        saved = {}
+        if self.activations.in_use:
+            saved = self.activations.recorded(memory.room, memory.forecast.ran_out_again)
         workload = Workload(
             loads,
             forward_s=pace.forward.seconds if self.attached else 0.0,
@@ -133,7 +134,7 @@ class Backward:
             in_backward=self.updates,
             **weights,
             **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
-            **self.activations.recorded(memory.room, memory.forecast.ran_out_again),
+            **saved,
             **host_limits(self._registry.homes, subgroups, loads),
         )
         # A plan that does not follow memory takes the memory that it says.
@@ -147,9 +148,12 @@ class Backward:
 
     def _stalls(self) -> Sequence[tuple[Mark, Mark]]:
         """Return the caller's waits for saved tensors and weights since the last call of this."""
-        weights = () if self.weights is None else self.weights.stream.stalls()
+        saved = self.activations.stalls() if self.activations.in_use else ()
+        if self.weights is None:
+            return saved
+        weights = self.weights.stream.stalls()
         self.now.waits += [Wait(before, after) for before, after in weights]
-        return (*self.activations.stalls(), *weights)
+        return (*saved, *weights)
 
     def decide(self, facts: Facts) -> Plan:
         """Return the plan for these facts. Raises ValueError or TypeError if it is no plan, or can never run."""
@@ -292,7 +296,8 @@ class Backward:
         self._departed = bool([subject for subject in subjects if subject.departed])
         # Only such an iteration can correct rates: transfers of saved tensors and weights go before state on the links,
         # and the share of the host that updates of parameters there take is not measured.
-        self.now.alone = not self.now.moves and not [each for each in updates if not each.arena.accelerated]
+        on_host = self._registry.on_host and [each for each in updates if not each.arena.accelerated]
+        self.now.alone = not (self.now.moves or on_host)
 
     def end_updates(self, plan: Plan) -> None:
         """Mark the call of a `step()` whose updates backward has issued, by this plan."""
@@ -308,7 +313,8 @@ class Backward:
         else:
             self._micro_batches = round(now.gradients / max(1, len(self._registry.watching)))
         now.step, now.started = self.device.mark(), time.perf_counter()
-        now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
+        if self.activations.in_use:
+            now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
             now.moves += self.weights.stream.moves()
 

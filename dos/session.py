@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dos.devices import Device
-from dos.gradients.scaling import amp_scale
+from dos.gradients.scaling import UNSCALED, amp_scale
 from dos.guard import UNBROKEN, Guard, Phase, entry
+from dos.in_backward import InBackward
 from dos.options import Options
 from dos.owners.assembly import Assembly
 from dos.owners.attaching import Attaching
@@ -26,6 +27,7 @@ from dos.owners.taking import Taking
 from dos.owners.waiting import Waiting
 from dos.parameters.active import Active, Ready
 from dos.parameters.admission import Group
+from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import copy_live
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
@@ -112,7 +114,9 @@ class Session:
             if not parts.reconciler.state and makes_state():
                 parts.reconciler.keep_state(self._preparing.active())
                 return
-            amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=self.registry.offloaded.enabled)
+            amp, offloads = UNSCALED, self.registry.offloaded.enabled
+            if found_inf is not None:
+                amp = amp_scale(found_inf, grad_scale, self.registry.meshes, offloaded=offloads)
             if parts.on_device is not None:
                 parts.on_device.departures.begin_step(amp.writes)
             ready = None if amp.skip or whole else self._preparing.prepare(amp.factor)
@@ -144,7 +148,8 @@ class Session:
         if parts.on_device is not None:
             # The caller continues with the next forward: another iteration begins.
             self.ledger.trim()
-            parts.on_device.activations.follow_plan(parts.on_device.decisions.plan)
+            if parts.on_device.activations.in_use:
+                parts.on_device.activations.follow_plan(parts.on_device.decisions.plan)
             parts.on_device.begin()
 
     def _skip(self) -> None:
@@ -167,9 +172,9 @@ class Session:
         parts, registry, (active, updates, prepared) = self.assembly, self.registry, ready
         with self.guard.change():
             self.guard.steps += 1
-            late = [s for s in registry.on_host if s in updates and parts.attachment is not None and s.sharded]
-            now = [s for s in registry.on_host if s in updates and s not in late]
-            behind = {piece.record for subgroup in late for piece in subgroup.pieces}
+            here = [s for s in registry.on_host if s in updates]
+            late = [s for s in here if s.sharded] if here and parts.attachment is not None else []
+            behind = {piece.record for subgroup in late for piece in subgroup.pieces} if late else ()
             updated = [r for r, _ in active.members if r.arena.accelerated or r in behind]
             self.ledger.pending = dict.fromkeys(updated, frozenset())
             if parts.on_device is not None and prepared is not None:
@@ -177,22 +182,28 @@ class Session:
             if parts.attachment is not None:
                 self.waiting.watch_edits()
             parts.reconciler.count(active)
-            self._count_updated()
-            registry.offloaded.forget_all(used=True)
-            self.ledger.update_beside(updates[subgroup] for subgroup in late)
-            for subgroup in now:
-                prepare_updates([Placed(updates[subgroup], subgroup.state)])()
-            registry.written([record for record, _ in active.members if record not in self.ledger.pending])
+            if parts.in_backward is not None:
+                self._count_updated(parts.in_backward)
+            if registry.offloaded.enabled:
+                registry.offloaded.forget_all(used=True)
+            if here:
+                self.ledger.update_beside(updates[subgroup] for subgroup in late)
+                for subgroup in here:
+                    if subgroup not in late:
+                        prepare_updates([Placed(updates[subgroup], subgroup.state)])()
+                registry.written([record for record, _ in active.members if record not in self.ledger.pending])
             # Else the factors would apply in the next step if user code uses the same gradients again.
             parts.clipping.forget()
-        self._join_uncovered()
+        if parts.attachment is not None:
+            self._join_uncovered(parts.attachment)
 
     def _commit_updated(self) -> None:
         """Count a step of which backward has issued everything."""
         parts = self.assembly
         with self.guard.change():
             self.guard.steps += 1
-            self._count_updated()
+            if parts.in_backward is not None:
+                self._count_updated(parts.in_backward)
             on_device = parts.on_device
             if on_device is not None and on_device.now.workload is not None and self.ledger.step is not None:
                 plan = None if parts.in_backward is None else parts.in_backward.plan
@@ -202,23 +213,21 @@ class Session:
             self.ledger.close()
             self.registry.offloaded.forget_all(used=True)
             parts.clipping.forget()
-        self._join_uncovered()
+        if parts.attachment is not None:
+            self._join_uncovered(parts.attachment)
 
-    def _count_updated(self) -> None:
+    def _count_updated(self, mode: InBackward) -> None:
         """Count this step of the parameters that backward has updated."""
-        mode = self.assembly.in_backward
-        if mode is not None and mode.complete:
+        if mode.complete:
             self.assembly.reconciler.count(Active(mode.complete, len(mode.complete)))
 
-    def _join_uncovered(self) -> None:
-        """Order the caller behind the updates of parameters for which no hook of an attached model will wait."""
-        attachment = self.assembly.attachment
-        if attachment is not None:
-            tell_autograd(self.ledger.unfinished)  # at once: backward of an older graph may run no hook that waits
-            covered = attachment.covered()
-            # All readers of weights that stream wait for them: their block, or user code.
-            pending = [p for r in self.ledger.pending if id(p := r.parameter) not in covered and not r.arena.streams]
-            self.waiting.join(pending)
+    def _join_uncovered(self, attachment: Attachment) -> None:
+        """Order the caller behind the updates of parameters for which no hook of the attached model will wait."""
+        tell_autograd(self.ledger.unfinished)  # at once: backward of an older graph may run no hook that waits
+        covered = attachment.covered()
+        # All readers of weights that stream wait for them: their block, or user code.
+        pending = [p for r in self.ledger.pending if id(p := r.parameter) not in covered and not r.arena.streams]
+        self.waiting.join(pending)
 
     def load(self, state: Mapping[Tensor, Any], groups: list[Group]) -> None:
         """Replace state and groups, both or neither."""

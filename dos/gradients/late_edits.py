@@ -18,15 +18,15 @@ EDITED = (
 
 
 class LateEdits:
-    """The gradients that updates in flight read, each with its version as the step was issued."""
+    """The gradients that updates in flight read, each with its version as the step was issued, by record in `read`."""
 
     def __init__(self) -> None:
         # Weak: user code releases gradients, whose memory the next backward needs.
-        self._read: dict[ParameterRecord, tuple[weakref.ref[Tensor], int]] = {}
+        self.read: dict[ParameterRecord, tuple[weakref.ref[Tensor], int]] = {}
 
     def watch(self, records: Iterable[ParameterRecord]) -> None:
         """Watch the gradients of these records, and no others, until `ended`."""
-        self._read = {}
+        self.read = {}
         for record in records:  # without a call for each: the caller waits
             g = record.leaf.grad
             if g is None:
@@ -35,13 +35,13 @@ class LateEdits:
                 now = version_counter(g) if type(g) is Tensor else version(g)
             except RuntimeError:  # an inference tensor counts no writes
                 now = 0
-            self._read[record] = weakref.ref(g), now
+            self.read[record] = weakref.ref(g), now
 
     def ended(self, records: Iterable[ParameterRecord]) -> list[ParameterRecord]:
         """Watch these no more, as user code is behind their updates; return those whose gradient was edited."""
         found = []
-        for record in records if self._read else ():  # hooks of modules call this
-            read = self._read.pop(record, None)
+        for record in records:
+            read = self.read.pop(record, None)
             gradient = None if read is None else read[0]()
             if read is not None and gradient is not None and version(gradient) != read[1]:
                 found.append(record)

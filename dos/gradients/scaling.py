@@ -29,6 +29,10 @@ class AmpScale(NamedTuple):
     skip: bool
 
 
+UNSCALED = AmpScale(1.0, 0, False)
+"""The requests of a step without GradScaler."""
+
+
 def amp_scale(found_inf: Any, grad_scale: Tensor | None, meshes: Meshes, *, offloaded: bool) -> AmpScale:
     """Read the attributes that GradScaler.step() sets on an optimizer during the call, in one transfer.
 
@@ -37,8 +41,6 @@ def amp_scale(found_inf: Any, grad_scale: Tensor | None, meshes: Meshes, *, offl
         ShardedGradScaler does: all scales stay equal.
     Raises RuntimeError if gradients are offloaded, because GradScaler has not seen them, or if ranks' scales differ.
     """
-    if found_inf is None:
-        return AmpScale(1.0, 0, False)
     if offloaded:
         raise RuntimeError(
             "GradScaler cannot check gradients that DOSAdam(offload_gradients=True) keeps on the host; "

@@ -71,7 +71,8 @@ class Gradients:
             if record is None:
                 return
             if not on_device.is_final(record) or (offloaded.enabled and not takes):
-                offloaded.left.add(record)
+                if offloaded.enabled:
+                    offloaded.left.add(record)
                 on_device.now.left += 1
             elif not offloaded.enabled:
                 on_device.send(record)

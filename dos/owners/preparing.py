@@ -11,6 +11,7 @@ from dos.owners.assembly import Assembly
 from dos.owners.state import State
 from dos.owners.taking import Taking
 from dos.parameters.active import Active, Ready, updates_of
+from dos.parameters.group_parameters import members
 from dos.parameters.replaced_modules import Successors
 from dos.planning.decide import Facts
 from dos.sharding.fingerprint import look_at_bits
@@ -35,7 +36,7 @@ class Preparing:
         No parameter and no value of the state has changed then, or if this raises. scale: unscales gradients.
         """
         parts, registry, on_device = self._assembly, self._registry, self._assembly.on_device
-        self._taking.renew_hooks()
+        registry.renew_hooks()
         registry.place_gradients(parts.groups)
         departed = [] if on_device is None else on_device.departures.marked()
         # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.
@@ -56,7 +57,8 @@ class Preparing:
             )
         # User code may have set `grad` where gradients are on the host. No hook has seen such a gradient, and the step
         # would lose it.
-        self._taking.take_remaining(active.members)
+        if registry.offloaded.enabled:
+            self._taking.take_remaining(active.members)
         order = None if parts.attachment is None else parts.attachment.take_new_order()
         if order is not None:
             registry.order_by_use(order if parts.weights is None else parts.weights.together(order))
@@ -64,7 +66,9 @@ class Preparing:
         if on_device is not None:
             on_device.decisions.memory.enter(Op.UPDATE)
             facts = on_device.facts()
-        scales = parts.clipping.scales(active.members, parts.parameters, scale)
+        # A generator, because most steps do not need the norm.
+        own = (p for group in parts.groups for p in members(group["params"]))
+        scales = parts.clipping.scales(active.members, own, scale)
         if scales is None:
             return None
         updates = updates_of(active, registry, scales)
@@ -82,7 +86,8 @@ class Preparing:
         ledger, stores, registry, decisions = self._ledger, self._ledger.stores, self._registry, on_device.decisions
         weights = self._assembly.weights
         departures, subgroups = on_device.departures, registry.accelerated
-        facts = dataclasses.replace(facts, saved_bytes=on_device.activations.moving_bytes)
+        saved = on_device.activations.moving_bytes if on_device.activations.in_use else 0
+        facts = dataclasses.replace(facts, saved_bytes=saved)
         plan = on_device.decide(facts)
         if weights is not None and not self._follow_plan(weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=weights.staying())  # the device has no memory for more
@@ -121,14 +126,18 @@ class Preparing:
 
     def active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""
-        self._registry.homes.check_unwritten()
         parts, reconciler = self._assembly, self._assembly.reconciler
+        if self._registry.homes.disk is not None:
+            self._registry.homes.check_unwritten()
         settled, others, gone, given = reconciler.look(parts.groups)
         if parts.weights is not None:
             # Else the update would write to memory that the parameters do not have any more.
             parts.weights.take_replaced([p for p, _ in others])
-        parts.forget(gone)
+        if gone:
+            parts.forget(gone)
         del gone  # the last reference to memory that newcomers may need
+        if not others:
+            return Active(settled, len(settled), given)
         found = parts.enrol(others)
         # `settle` writes to state at home, which a later flush would overwrite.
         if reconciler.need_home(found):

@@ -63,7 +63,7 @@ class Taking:
         Raises RuntimeError, with none taken, if user code has set one beside a gradient on the host.
         """
         offloaded = self._registry.offloaded
-        if not offloaded.enabled or self._assembly.on_device is None:
+        if self._assembly.on_device is None:
             return
         found = [(r, leaf) for r, _ in active if r.arena.accelerated for leaf in _leaves(r)]
         for record, leaf in found:
@@ -106,19 +106,12 @@ class Taking:
             raise RuntimeError(TOUCHED)
         self._registry.agree(self._assembly.groups)
         if self._registry.offloaded.enabled:
-            self.renew_hooks()
+            self._registry.renew_hooks()
         self._registry.place_gradients(self._assembly.groups)
         if self._registry.offloaded.enabled:
             self._waiting.end_last_step()
             settled, others, *_ = self._assembly.reconciler.look(self._assembly.groups)
             self.take_remaining(settled + self._assembly.enrol(others))
-
-    def renew_hooks(self) -> None:
-        """Hook parameters again where hooks were lost; a gradient that backward wrote without a hook is backward's."""
-        for parameter in self._registry.watching.renew():
-            record = self._registry.record(parameter)
-            if record is not None:
-                self._registry.offloaded.left.add(record)
 
 
 def _leaves(record: ParameterRecord) -> list[Tensor]:

@@ -93,7 +93,8 @@ class Waiting:
             self._all_updated()
             raise
         self._all_updated()  # after the wait: if Ctrl-C ends that, the next call waits again
-        self._warn_of_lost_writes()
+        if self._ledger.unseen is not None:
+            self._warn_of_lost_writes()
 
     def _warn_of_lost_writes(self) -> None:
         """Warn once of each parameter to which user code wrote too late for its update, if that is known by now."""
@@ -106,7 +107,7 @@ class Waiting:
 
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Note that user code comes behind the updates of these records from now on."""
-        edited = self._late_edits.ended(records)
+        edited = self._late_edits.ended(records) if self._late_edits.read else ()
         if edited and not self._warned_of_edits:
             self._warned_of_edits = True
             warn(EDITED.format(len(edited), tuple(edited[0].parameter.shape)))
@@ -114,7 +115,10 @@ class Waiting:
 
     def _all_updated(self) -> None:
         """Let no hook and no reading wait any more."""
-        self._end_waiting()
+        if self._ledger.pending and self._assembly.attachment is not None:
+            self._assembly.attachment.end_waiting()
+            for parameters in self._lists():
+                parameters.rest()
         self._ledger.pending = {}
 
     def wait_before_reads(self) -> None:
@@ -126,12 +130,6 @@ class Waiting:
                     group["params"] = GroupParameters(group["params"], self.before_reading_lists)
             for parameters in self._lists():
                 parameters.wait()
-
-    def _end_waiting(self) -> None:
-        if self._ledger.pending and self._assembly.attachment is not None:
-            self._assembly.attachment.end_waiting()
-            for parameters in self._lists():
-                parameters.rest()
 
     @contextlib.contextmanager
     def lists_at_rest(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -60,7 +60,10 @@ class Reconciler:
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
         records, known, state, seen = self._registry.records, 0, self.state, self.seen
-        self._registry.offloaded.check()
+        away: Collection[ParameterRecord] = ()
+        if self._registry.offloaded.enabled:
+            self._registry.offloaded.check()
+            away = self._registry.offloaded.records
         extras = [self._rule.extra(group) for group in groups]
         given = None if self._steady is None else self._steady.given(groups, extras, state if seen else None)
         if given is not None and self._steady is not None:
@@ -69,7 +72,6 @@ class Reconciler:
                     self._rule.check(group, f"param group {number}")
             return Look(self._steady.members, [], [], given)
         self._steady = None
-        away = self._registry.offloaded.records
         settled: list[tuple[ParameterRecord, Group]] = []
         others: list[tuple[Tensor, Group]] = []
         for number, (group, extra) in enumerate(zip(groups, extras, strict=True)):

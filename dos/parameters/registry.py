@@ -61,7 +61,7 @@ class Registry:
         self.devices = DeviceFinder(device)
         self._guard = guard
         self._allocation = Allocation(options, self.devices)
-        self._agreed = False
+        self._agreed = self._divided = False
         """Whether all ranks have the same parameters and settings, as far as is known."""
         self.records: dict[int, ParameterRecord] = {}
         self.numbered = 0
@@ -182,7 +182,7 @@ class Registry:
             }
             self.meshes.agree(counts, stages=False)  # stages of a pipeline differ in size
             self.meshes.agree(self._options.agreed())
-        self._agreed = True
+        self._agreed, self._divided = True, bool(self.meshes)
 
     def _forget_all_but(self, parameters: Iterable[Tensor]) -> None:
         """Watch no other parameters than these and those with a record, and expect no state of others."""
@@ -204,12 +204,19 @@ class Registry:
                 "optimizer does not have; build the optimizer after fully_shard, from model.parameters()"
             )
 
+    def renew_hooks(self) -> None:
+        """Hook parameters again where hooks were lost; a gradient that backward wrote without a hook is backward's."""
+        for parameter in self.watching.renew():
+            record = self.record(parameter)
+            if record is not None and self.offloaded.enabled:
+                self.offloaded.left.add(record)
+
     def place_gradients(self, groups: Iterable[Group]) -> None:
         """Redistribute gradients of DTensors with other placements than their parameter's, in one order on all ranks.
 
         Under sequence parallelism the gradient of a LayerNorm has: each rank's tensor is a part of the sum.
         """
-        if not self.meshes:
+        if not self._divided:
             return
         for parameter in (p for group in groups for p in group["params"]):
             if is_sharded(parameter) and parameter.grad is not None:

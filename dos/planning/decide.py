@@ -55,7 +55,9 @@ def decide(facts: Facts, policy: Policy) -> Plan:
     policy: the user's. Raises ValueError or TypeError if a policy returns something other than a plan.
     """
     work = facts.workload
-    plan = spilled(policy(work), work)
+    plan = policy(work)
+    if plan.on_disk or work.host_free_bytes < math.inf:
+        plan = spilled(plan, work)
     # User code may still refer to tensors that should move: state gets only the memory of tensors that have moved.
     if plan.activation_bytes > facts.saved_bytes:
         less = dataclasses.replace(work, activation_host_bytes=max(facts.saved_bytes, work.activation_least_bytes))

@@ -76,7 +76,8 @@ class AdamW:
         if not isinstance(betas, Sequence | Tensor | np.ndarray) or len(betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, found {betas}")
         for i, beta in enumerate(betas):
-            check_number(beta, f"{where}: betas[{i}]")
+            if type(beta) is not float:
+                check_number(beta, f"{where}: betas[{i}]")
             if not 0.0 <= float(beta) < 1.0:
                 raise ValueError(f"{where}: betas[{i}] must lie in [0, 1), found {float(beta)}")
         for name in ("amsgrad", "maximize", "decoupled_weight_decay"):

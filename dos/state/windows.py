@@ -44,18 +44,13 @@ def window_bytes(subgroups: Iterable[Subgroup], *, streams: bool = False) -> int
 class Windows:
     """Windows of equal size, pinned.
 
-    pinned_bytes: bytes that a CUDA runtime has pinned.
+    nbytes: bytes of all windows. pinned_bytes: of these, those that a CUDA runtime has pinned.
     """
 
     def __init__(self) -> None:
-        self.pinned_bytes = 0
+        self.nbytes = self.pinned_bytes = 0
         self._buffers: list[Tensor] = []
         self._entered: dict[Subgroup, Window] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all windows."""
-        return sum(buffer.nbytes for buffer in self._buffers)
 
     def fit(self, count: int, nbytes: int) -> bool:
         """Return whether there are `count` windows of `nbytes` each, or more."""
@@ -64,9 +59,10 @@ class Windows:
     def make(self, count: int, nbytes: int, device: Device) -> None:
         """Allocate windows in place of the present ones."""
         # The old windows are released first, because the host may not have memory for both.
-        self._buffers, self._entered = [], {}
+        self._buffers, self._entered, self.nbytes = [], {}, 0
         for _ in range(count):
             self._buffers.append(pinned_whole(device, lazy_zeros(aligned(nbytes, PAGE), torch.uint8)))
+            self.nbytes += self._buffers[-1].nbytes
         self.pinned_bytes = sum(map(pinned_bytes, self._buffers))
 
     def enter(self, subgroup: Subgroup, number: int) -> Window:

@@ -14,8 +14,7 @@ import torch
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
 from dos.machine.threads import leave_cores
-from dos.step.futures import reject, resolve
-from dos.step.turns import Turn, Turns
+from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.unseen import UnseenWrites
 from dos.step.work import HostUpdate, Placed, SubgroupUpdate, prepare_updates
 from perfmodel import Lane, Op, Span

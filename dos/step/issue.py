@@ -14,10 +14,9 @@ from dos.devices.base import HostJob
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
-from dos.step.futures import reject, resolve
 from dos.step.iteration import Iteration
 from dos.step.transit import Transit
-from dos.step.turns import Turn
+from dos.step.turns import Turn, reject, resolve
 from dos.step.unseen import UnseenWrites
 from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span, Timeline
@@ -132,7 +131,8 @@ class Step:
         give: called with each turn of the host's lane, early. callers: the queues of the caller in which gradients
         were written, if not all in the present one.
         """
-        self._stores.host.windows.begin()
+        if self._stores.disk is not None:
+            self._stores.host.windows.begin()
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
         jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self._begun)), ())

@@ -462,7 +462,8 @@ class Ledger:
     def _begin(self, planned: Sequence[int]) -> Turns:
         """Begin to issue a step. planned: as for `Turns`."""
         self.exposed = False
-        self.stores.homes.begin_step()
+        if self.stores.homes.exposed or self.stores.disk is not None:
+            self.stores.homes.begin_step()
         self._turns, self._lane_done = Turns(planned, self.device.event_query), None
         return self._turns
 

@@ -169,7 +169,7 @@ class Preparation:
         moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
         if stores.disk is not None:
             self._reserve(Tier.DISK, [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
-        in_windows = self._get_windows(plan)
+        in_windows = self._get_windows(plan) if stores.disk is not None else set()
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
         # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
         moved.sort(key=lambda i: plan.placements[i] is Placement.CPU)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
 from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dos.devices import Job
 from dos.kernels.update import Arrivals, Order
 from dos.step.work import SubgroupUpdate
+
+_T = TypeVar("_T")
 
 PATIENCE_S = 0.05
 """Seconds that the caller waits without a look for signals."""
@@ -164,3 +166,15 @@ def _tell(arrivals: Any, number: int, future: Future[Any]) -> None:
         futures[0].add_done_callback(partial(_tell, arrivals, number))
     else:
         arrivals.tell(number, events)
+
+
+def resolve(future: Future[_T], result: _T) -> None:
+    """Set the result of the future, unless it is answered."""
+    with suppress(InvalidStateError):
+        future.set_result(result)
+
+
+def reject(future: Future[_T], error: BaseException) -> None:
+    """Set the exception of the future, unless it is answered."""
+    with suppress(InvalidStateError):
+        future.set_exception(error)

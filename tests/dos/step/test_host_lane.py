@@ -21,9 +21,8 @@ from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, Arrivals, prepare
 from dos.state.device_store import DeviceStore
 from dos.step import turns as turns_module
-from dos.step.futures import reject, resolve
 from dos.step.host_lane import HostLane
-from dos.step.turns import Turn, Turns
+from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.work import HostUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED

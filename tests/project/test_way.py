@@ -1,0 +1,56 @@
+"""How many functions and files of ours a step executes: a number that grows is one more layer to read."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import CodeType, FrameType
+
+import dos
+import perfmodel
+from dos import DOSAdam, EmulatedDevice
+from tests.support.training import FAST, backward, mlp, train
+
+OURS = tuple(f"{Path(package.__file__).parent}/" for package in (dos, perfmodel))
+
+
+def executed(steps: int) -> list[set[CodeType]]:
+    """The code of each of these steps on the CPU lane, on all threads, once the optimizer has trained.
+
+    With comprehensions, which are functions before Python 3.12, and with the emulated device.
+    """
+    seen: set[CodeType] = set()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            seen.add(frame.f_code)
+
+    threading.setprofile(look)  # for the threads of the optimizer and its device, which begin below
+    try:
+        model = mlp()
+        device = EmulatedDevice(FAST, 10**9)
+        optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
+        train(model, optimizer, 4)
+        found = []
+        for step in range(steps):
+            backward(model, step)
+            optimizer.synchronize()
+            seen.clear()
+            sys.setprofile(look)
+            try:
+                optimizer.step()
+            finally:
+                sys.setprofile(None)
+            found.append(set(seen))
+            optimizer.zero_grad()
+        return found
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation says
+
+
+def test_what_a_step_on_the_cpu_lane_executes() -> None:
+    # Of several steps, because some make a new schedule: for the times that they have measured.
+    steps = executed(4)
+    assert min(len({code.co_filename for code in codes}) for codes in steps) <= 48
+    assert min(map(len, steps)) <= 383
