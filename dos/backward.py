@@ -241,10 +241,10 @@ class Backward:
             index = self._registry.index[departure.subgroup]
             unseen = self._ledger.unseen
             compare = None if unseen is None else unseen.compare(departure.subgroup, departure.gathered)
-            transit = self._ledger.send(index, departure.subgroup, departure.copies, departure.callers, then=compare)
-            departure.mark_sent(transit)
+            send, subgroup, callers = self._ledger.transits.send, departure.subgroup, departure.callers
+            departure.mark_sent(send(index, subgroup, departure.copies, callers, then=compare))
         if plan.slots and self.departures.past_half:
-            self._ledger.fill_slots(plan, self._registry.accelerated, self._spare)
+            self._ledger.transits.fill_slots(plan, self._registry.accelerated, self._spare)
 
     def plan_ahead(self) -> None:
         """Make the plan for the facts of the first gradient, if none was, and compare parameters with their copies.
@@ -278,7 +278,7 @@ class Backward:
             self.weights is None or self.weights.staying() <= plan.blocks_on_device
         )
         if self.decisions.follows_memory and not ran_out and makes_room:
-            self._ledger.fetch_residents(plan, subgroups, facts.left(plan, stores.device.resident_bytes))
+            self._ledger.transits.fetch_residents(plan, subgroups, facts.left(plan, stores.device.resident_bytes))
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
         # Only step() makes the staging of gradients: pinning memory here would stop the backward.
@@ -359,7 +359,7 @@ class Backward:
         held = self._ledger.stores.device.nbytes
         # State that backward has fetched, and its slots, take memory, too.
         self.cancel_all()
-        self._ledger.bring_home(self._registry.accelerated)
+        self._ledger.moves.bring_home(self._registry.accelerated)
         # The plan gave state too much memory: user code alone would have had enough.
         self.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
         self.device.trim()
@@ -388,7 +388,8 @@ class Backward:
     def end(self, *, skipped: bool) -> None:
         """End the iteration: its step was issued or skipped, and gradients from now on belong to the next one."""
         if skipped:
-            self._ledger.cancel_slots()  # no step releases the slots, and the next forward needs the memory more
+            # No step releases the slots, and the next forward needs the memory more.
+            self._ledger.transits.cancel_slots()
         self.departures.finish()
         self.begin_gradients()
         self._wanted = _NOT_ASKED

@@ -187,7 +187,7 @@ class Session:
             if registry.offloaded.enabled:
                 registry.offloaded.forget_all(used=True)
             if here:
-                self.ledger.update_beside(updates[subgroup] for subgroup in late)
+                self.ledger.in_place.update(updates[subgroup] for subgroup in late)
                 for subgroup in here:
                     if subgroup not in late:
                         prepare_updates([Placed(updates[subgroup], subgroup.state)])()

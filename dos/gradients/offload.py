@@ -181,7 +181,7 @@ class OffloadedGradients:
         most = MOST_IN_TRANSIT
         if isinstance(ledger.device, EmulatedDevice):
             most = min(most, ledger.device.capacity >> _SCALE)
-        ledger.hold_back(gradient.nbytes, most)
+        ledger.transits.hold_back(gradient.nbytes, most)
         # After an exception from here on it is not known whether the gradient was added.
         self._torn.add(record)
         subgroup = subgroups[0] if subgroups else None
@@ -244,7 +244,7 @@ class OffloadedGradients:
     def _send(
         self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
     ) -> Job:
-        return ledger.send(index, subgroup, [(destination, gradient)], freed=True).job
+        return ledger.transits.send(index, subgroup, [(destination, gradient)], freed=True).job
 
     def _add(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from threading import Lock
@@ -13,7 +13,9 @@ import torch
 
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
+from dos.guard import Guard
 from dos.machine.threads import leave_cores
+from dos.state.subgroup import Subgroup
 from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.unseen import UnseenWrites
 from dos.step.work import HostUpdate, Placed, SubgroupUpdate, prepare_updates
@@ -143,20 +145,49 @@ def _wait_for(other: Future[None] | None) -> None:
 
 
 class InPlaceLane:
-    """Updates parameters that are on the host, one subgroup after the other, beside the caller."""
+    """Updates parameters that are on the host, one subgroup after the other, beside the caller.
 
-    def __init__(self) -> None:
+    running: the updates since `settle`, by subgroup.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self.running: dict[Subgroup, Future[None]] = {}
+        self._guard = guard
         self._thread: ThreadPoolExecutor | None = None
 
     def renew(self) -> None:
-        """Start another thread with the next `submit`; a forked child does not inherit the parent's."""
+        """Start another thread with the next `update`; a forked child does not inherit the parent's."""
         self._thread = None
 
-    def submit(self, update: SubgroupUpdate) -> Future[None]:
-        """Run the update once all updates submitted before have ended."""
+    def update(self, updates: Iterable[SubgroupUpdate]) -> None:
+        """Run these updates once all updates before have ended."""
         if self._thread is None:  # most optimizers need no such thread
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dos-in-place", initializer=leave_cores)
-        return self._thread.submit(apply_in_place, update)
+        for update in updates:
+            self.running[update.subgroup] = self._thread.submit(apply_in_place, update)
+
+    def join(self, subgroup: Subgroup) -> None:
+        """Block until this update has ended. Raises RuntimeError if it failed, with the cause."""
+        try:
+            self.running[subgroup].result()  # the caller reads the parameters from here on
+        except Exception as error:
+            raise self._guard.failure(error) from error
+
+    def drain(self) -> None:
+        """Block until all updates have ended, even failed ones."""
+        for running in list(self.running.values()):
+            with suppress(Exception):
+                running.exception()
+
+    def settle(self) -> None:
+        """Block until all updates have ended, and forget them. Raises RuntimeError if one failed, with the cause."""
+        for running in self.running.values():
+            running.exception()  # waits for all before any failure is raised: user code may then release memory
+        try:
+            for subgroup in self.running:
+                self.join(subgroup)
+        finally:
+            self.running = {}
 
 
 def apply_in_place(update: SubgroupUpdate) -> None:

@@ -5,57 +5,49 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from dos.devices import LANE_OF, Caller, Copy, Device, Job
-from dos.devices.coalesce import Lent, joined
+from dos.devices import Caller, Device, Job
 from dos.guard import Guard, Phase, on_own_thread
 from dos.state.homes import Homes
 from dos.state.record import ParameterRecord
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
-from dos.state.windows import window_bytes
 from dos.step.host_lane import HostLane, InPlaceLane
 from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
-from dos.step.transit import Transit, wait_for_all
+from dos.step.moves import Moves
+from dos.step.transit import Transits, drain_streams
 from dos.step.turns import Turn, Turns
 from dos.step.unseen import UnseenWrites
-from dos.step.work import SubgroupUpdate, Subject
+from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
-from perfmodel.plan import Move, Tier
+from perfmodel.plan import Tier
 from perfmodel.schedule import schedule_step
 from perfmodel.tasks import Schedule, SubgroupState
-
-MOST_EARLY = 1000
-"""The most transits without a step; then the ledger waits for them, and forgets them."""
 
 
 class Ledger:
     """The one owner of two questions about a session: where is state, and what is in flight?
 
-    `at` returns where state is. The destination of a transit does not count until a step has inherited the transit.
+    `Transits.at` returns where state is.
 
     In flight may be:
 
-    - *transits*, which backward has begun for the step to come: gradients to the host, state to the device. The step
-      inherits the transits that it uses, and all others are cancelled;
+    - *transits*, which backward has begun for the step to come: gradients to the host, state to the device;
     - *the step* that was issued last, until `settle`, and *queued* steps before it, all of whose work is on the device
       ahead of the work that the caller queues there, so that the next backward need not wait for them;
-    - *updates in place*, of parameters on the host;
+    - updates `in_place`, of parameters on the host;
     - *parameters* that any of these update. `join` orders a caller that reads one behind its update.
 
     The caller holds the guard's lock. The phase becomes BROKEN if a step or an update fails.
 
-    device, stores, lane: of the accelerator; set by `open`.
+    device, stores, lane: of the accelerator; set by `open`. moves: moves state while no step is in flight.
     unseen: finds writes to parameters that raise no version; None where the caller waits for the device, and `step()`
         itself compares.
-    exposed: whether state at home was exposed since the last step. User code may write to it until the next one, and
-        the step would lose these writes if it used state that was fetched before them.
     pending: the records of parameters in flight, each with the caller's queues that are ordered behind its update.
     ended: called with each step that has succeeded, and its timeline.
     held: issues the rest of what backward has reserved memory for; None: nothing waits.
@@ -64,12 +56,13 @@ class Ledger:
 
     device: Device
     stores: Stores
+    transits: Transits
+    moves: Moves
     lane: HostLane
     ended: Callable[[Step, Timeline], None]
     unseen: UnseenWrites | None
 
     def __init__(self, guard: Guard) -> None:
-        self.exposed = False
         self.held: Callable[[], None] | None = None
         self.trims = False
         self.unseen = None
@@ -77,16 +70,6 @@ class Ledger:
         self.step: Step | None = None
         self._open = False
         self._guard = guard
-        self._transits: list[Transit] = []
-        self._state: dict[Subgroup, Transit] = {}
-        """The transits that copy state to the device, by subgroup."""
-        self._freed: deque[Transit] = deque()
-        """The transits of gradients whose memory on the device only the copy keeps."""
-        self._freed_bytes = 0
-        self._considered: Plan | None = None
-        """The plan for which these two were computed."""
-        self._streamed: list[int] = []
-        self._slot_bytes = 0
         self._scheduled: tuple[tuple[Any, ...], Schedule] | None = None
         """The last schedule, and what it was made of."""
         self._queued: deque[Step] = deque()
@@ -94,102 +77,26 @@ class Ledger:
         """The host's part of the step; None: it has no such part."""
         self._turns: Turns | None = None
         """The turns of a step that is being issued, or is issued in parts while backward runs."""
-        self._in_place: dict[Subgroup, Future[None]] = {}
-        self._beside = InPlaceLane()
-        self._numbers = itertools.count()
+        self.in_place = InPlaceLane(guard)
         guard.working.add(self)
 
     def open(self, device: Device, homes: Homes) -> None:
         """Begin to use the accelerator, once the first parameter there was found."""
         self.device, self.stores = device, Stores(device, homes)
+        self.transits = Transits(device, self.stores)
+        self.moves = Moves(device, self.stores, self.transits)
         self.unseen = UnseenWrites(device) if device.queues else None
         self.lane = HostLane(device, self.unseen)
         self._open = True
 
     # Where state is.
 
-    def at(self, subgroup: Subgroup) -> Tier | None:
-        """Return the tier of the subgroup's newest state; None: nowhere, it was never updated."""
-        # The device's store has the room as soon as it is reserved, which has no state until the copy has ended.
-        coming = self._state.get(subgroup)
-        if coming is not None and coming.slot is None:
-            return coming.source
-        for tier, store in self.stores.of.items():
-            if store.has(subgroup):
-                return tier
-        return None
-
-    def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
-        """Move the state of all these home. Blocks. User code may write there from now on.
-
-        Raises MemoryError or OSError if a home has no room.
-        """
-        self.settle()
-        # User code may write to its views at any time: backward's thread would prefetch state from before the write.
-        self.exposed = True
-        self.stores.device.expect_denials(False)
-        # A fetch in flight has read values that user code is about to overwrite, and the step would use the copy.
-        self.cancel()
-        subgroups, stores = list(subgroups), self.stores
-        places, homes = {s: self.at(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
-        away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
-        to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
-        away = [(s, move) for s, move in away if Tier.DISK not in move]
-        stores.homes.reserve_on_host([s for s, _ in away])
-        after = self.device.fence()  # the caller's stream may still read views of the homes that are written below
-        if to_disk:
-            self.to_disk(to_disk, Tier.DEVICE, after)
-        for job in [stores.copy(move, 0, s, after) for s, move in away]:
-            job.wait()  # the host reads the state from here on, and the device's room is released below
-        for subgroup, move in away:
-            stores.of[move.source].drop(subgroup)
-
     def spill_to_disk(self, subgroups: Iterable[Subgroup]) -> None:
-        """Move state of these from the host to disk, the last first, until offloaded gradients fit on the host.
-
-        Raises OSError if the disk has no room either.
-        """
-        stores = self.stores
-        stores.host.lower_share()
-        if stores.disk is None or stores.host.room >= 0:
-            return
-        # Homes are dropped below: neither a step nor a fetch may still read or write there.
-        self.settle()
-        self.cancel()
-        at_home = [subgroup for subgroup in subgroups if self.at(subgroup) is Tier.HOST]
-        missing = max(0, window_bytes(at_home) - stores.host.windows.nbytes) - stores.host.room
-        moving = []
-        while at_home and missing > 0:
-            moving.append(at_home.pop())
-            missing -= stores.host.home_bytes(moving[-1], made=True)
-        try:
-            self.to_disk(moving, Tier.HOST)
-        finally:
-            # Some state is in files now: user code's writes to its views must reach them, even where a later write has
-            # failed.
-            stores.homes.expose_again()
-
-    def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
-        """Move state from its home on the host, or from the device, to disk. Blocks.
-
-        after: jobs that must end before the state on the device is read. Nothing else may be in flight.
-        Raises OSError, with nothing changed, if the disk has no room.
-        """
-        stores = self.stores
-        assert stores.disk is not None, "there is nowhere else"
-        stores.disk.reserve(subgroups)
-        windows, nbytes = stores.host.windows, window_bytes(subgroups)
-        if subgroups and not windows.fit(1, nbytes):
-            windows.make(1, nbytes, self.device)  # beyond the limit, if need be: homes are dropped below
-        for subgroup in subgroups:
-            windows.enter(subgroup, 0)
-            # One subgroup at a time, through one window: the next copy would overwrite bytes that are being written.
-            if source is Tier.DEVICE:
-                stores.copy(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
-            stores.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
-            windows.leave(subgroup)
-            # After the wait: if the write fails, this room has the only copy of the state.
-            stores.of[source].drop(subgroup)
+        """Move state of these to disk if offloaded gradients do not fit on the host beside it; see `Moves.spill`."""
+        self.stores.host.lower_share()
+        if self.stores.disk is not None and self.stores.host.room < 0:
+            self.settle()
+            self.moves.spill(subgroups)
 
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
         """Release the state of these, whose parameters are forgotten."""
@@ -203,172 +110,12 @@ class Ledger:
             if self.unseen is not None:
                 self.unseen.forget(subgroup)
 
-    # Transits, which backward begins for the step to come.
-
-    def send(
-        self,
-        index: int,
-        subgroup: Subgroup | None,
-        copies: Sequence[Copy],
-        callers: Collection[Caller] = (),
-        *,
-        freed: bool = False,
-        then: Callable[[], None] | None = None,
-    ) -> Transit:
-        """Copy gradients of one subgroup to the host, behind the work that the caller has queued on the device.
-
-        subgroup: the first subgroup in which they lie; None: they have no elements.
-        callers: the queues in which backward wrote them, if not all in the present one.
-        freed: whether only the copy keeps their memory on the device from now on; see `hold_back`.
-        then: see `Device.copy`.
-        """
-        if len(self._transits) > MOST_EARLY:  # many backwards without a step; departures refer to transits in use
-            wait_for_all(self._transits)
-            # Transits of state stay: `at` must know the state in transit, and the step inherits them.
-            self._transits = sorted(self._state.values(), key=lambda transit: transit.number)
-        # Behind the work of each queue in which backward writes these gradients.
-        behind = () if then is None else (then,)
-        sent = joined(copies) if freed else Lent(joined(copies))
-        job = self.device.copy(Op.GRADIENT, index, sent, self.device.fence(callers), *behind)
-        nbytes = sum([source.nbytes for _, source in copies])
-        transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
-        self._transits.append(transit)
-        if freed:
-            self._freed.append(transit)
-            self._freed_bytes += nbytes
-        return transit
-
-    def hold_back(self, nbytes: int, most: int) -> None:
-        """Block while gradients that only copies keep on the device take more than `most` bytes, with `nbytes` more.
-
-        Else backward, which is faster than the link, would fill the device with gradients that wait for their copy.
-        """
-        # The first copy ends first, because the stream is in order. Its end releases the gradient's memory.
-        while self._freed and self._freed_bytes + nbytes > most:
-            wait_for_all([self._freed[0]])
-            self._freed_bytes -= self._freed.popleft().nbytes
-
-    def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
-        """Copy state from the host to the device, into a slot or into its reserved room.
-
-        No step may be in flight, because it may still write the state that is read here.
-        """
-        # Behind the caller's stream, which may still use former contents of the memory that the copy writes.
-        job = self.stores.copy(Move(Tier.HOST, Tier.DEVICE), index, subgroup, self.device.fence())
-        number, nbytes = next(self._numbers), subgroup.state.nbytes
-        transit = Transit(number, Op.PREFETCH, subgroup, Tier.HOST, Tier.DEVICE, job, nbytes, slot)
-        self._transits.append(transit)
-        self._state[subgroup] = transit
-
-    def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup], left: float) -> None:
-        """Fetch state that will be resident while backward runs, as far as memory allows; the step reads state on disk.
-
-        left: bytes that the state may take.
-        Fetches nothing while state is exposed, because user code's later writes would be lost.
-        """
-        if self.exposed:
-            return
-        store = self.stores.device
-        store.expect_denials(True)  # the step will try again
-        for i in plan.served(Placement.GPU_RESIDENT):
-            subgroup = subgroups[i]
-            if subgroup in self._state or self.at(subgroup) is not Tier.HOST:
-                continue
-            left -= subgroup.load().state_bytes
-            if left < 0:
-                return
-            # No attempt after a denial: each one makes the allocator empty its cache, in the middle of backward.
-            if store.reserve([subgroup]):
-                return
-            try:
-                self._fetch(i, subgroup)
-            except BaseException:
-                self.drain()  # a part of the copy may still write to the room
-                store.drop(subgroup)  # `at` would take room without a transit for the place of the state
-                raise
-
-    def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], float]) -> None:
-        """Allocate and fill the plan's slots while backward runs, if they take at most `spare` bytes."""
-        store = self.stores.device
-        if store.slots or self.exposed:
-            return
-        if self._considered is not plan:  # remembered, because each gradient calls this
-            self._considered = plan
-            self._streamed = [i for i in plan.served(Placement.GPU_STREAMED) if self.at(subgroups[i]) is Tier.HOST]
-            self._slot_bytes = max((subgroups[i].state.carved_bytes for i in self._streamed), default=0)
-        streamed = self._streamed
-        if not streamed:
-            return
-        nbytes, count = self._slot_bytes, min(plan.slots, len(streamed))
-        # More slots would take memory that backward still needs, and user code would run out of memory.
-        if nbytes * count > spare():
-            return
-        store.get_slots(count, nbytes)
-        for slot, i in enumerate(streamed[: len(store.slots)]):
-            store.occupy(subgroups[i], slot)
-            self._fetch(i, subgroups[i], slot)
-
-    @property
-    def in_slots(self) -> list[Subgroup]:
-        """The subgroups whose state is in transit to slots, in the order of the slots."""
-        return [subgroup for subgroup, transit in self._state.items() if transit.slot is not None]
-
-    def comes(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup's state is in transit to its room on the device."""
-        return subgroup in self._state and self._state[subgroup].slot is None
-
-    def cancel(self, subgroups: Iterable[Subgroup] | None = None) -> None:
-        """Cancel fetches of state to its room, of these or of all, and drop the room. The state is still at home."""
-        coming = [s for s in (self._state if subgroups is None else subgroups) if self.comes(s)]
-        for subgroup in coming:
-            # The copy writes to the room until it ends: the allocator would give the memory to other code meanwhile.
-            wait_for_all([self._state[subgroup]])
-            if self.stores.device.has(subgroup):
-                self.stores.device.drop(subgroup)
-            del self._state[subgroup]
-
-    def cancel_slots(self) -> None:
-        """Cancel fetches of state to slots, and release the slots."""
-        passing = self.in_slots
-        # As in `cancel`: the allocator would give the memory of slots to other code while copies still write to it.
-        wait_for_all(self._state[subgroup] for subgroup in passing)
-        for subgroup in passing:
-            del self._state[subgroup]
-        self.stores.device.release_slots()
-
     def cancel_all(self) -> None:
         """Cancel all transits that backward has begun. Resident state stays."""
         # First, because a copy that raised while it was issued has no transit, and a part of it may run.
         self.drain()
-        self.cancel_slots()
-        self.cancel()
-
-    def end_transits(self) -> None:
-        """Block until the transits have ended, so that memory to which they copy can be released."""
-        wait_for_all(self._transits)
-
-    def _inherit(
-        self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]
-    ) -> tuple[list[SubgroupState], list[Transit]]:
-        """Hand the transits that the step uses over to it; return the subgroups as it finds them, and the transits."""
-        # Gradients of subgroups that are updated on the device after all were sent in vain.
-        used = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
-        fetched = [self._state.get(s.subgroup) for s in subjects]
-        begun = {t.number: t for departed in used for t in departed} | {t.number: t for t in fetched if t is not None}
-        places = {number: place for place, number in enumerate(sorted(begun))}
-        # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
-        self._transits = [transit for transit in self._transits if transit.number not in begun]
-        self._state, self._considered = {}, None
-        # From here on the step keeps these gradients' memory, and waits for their copies.
-        self._freed.clear()
-        self._freed_bytes = 0
-        inherited = []
-        for each, departed, state in zip(found, used, fetched, strict=True):
-            if departed or state is not None:
-                coming = tuple([places[transit.number] for transit in departed])
-                each = SubgroupState(*each[:5], coming, None if state is None else places[state.number], *each[7:])
-            inherited.append(each)
-        return inherited, [begun[number] for number in places]
+        self.transits.cancel_slots()
+        self.transits.cancel()
 
     # Steps.
 
@@ -388,7 +135,7 @@ class Ledger:
         turns = self._begin(plan.order)
         with self._failing(turns):
             self._follow_parameters(plan, subjects, found)
-            found, begun = self._inherit(plan, subjects, found)
+            found, begun = self.transits.adopt(plan, subjects, found)
             # The device may have had memory for fewer slots than planned. A plan that streams a subgroup without a
             # gradient has none, but the schedule needs the number of a slot.
             slots = len(self.stores.device.slots) or int(Placement.GPU_STREAMED in plan.placements)
@@ -461,7 +208,7 @@ class Ledger:
 
     def _begin(self, planned: Sequence[int]) -> Turns:
         """Begin to issue a step. planned: as for `Turns`."""
-        self.exposed = False
+        self.transits.exposed = False
         if self.stores.homes.exposed or self.stores.disk is not None:
             self.stores.homes.begin_step()
         self._turns, self._lane_done = Turns(planned, self.device.event_query), None
@@ -527,11 +274,6 @@ class Ledger:
         # The caller's thread trims later: trimming waits for the device, which runs the next forward now.
         self.trims |= bool(step.vacated)
 
-    def update_beside(self, updates: Iterable[SubgroupUpdate]) -> None:
-        """Update parameters on the host, one subgroup after the other, beside the caller."""
-        for update in updates:
-            self._in_place[update.subgroup] = self._beside.submit(update)
-
     @property
     def unfinished(self) -> list[ParameterRecord]:
         """The records in flight behind whose updates no queue of the caller was ordered."""
@@ -540,20 +282,20 @@ class Ledger:
     @property
     def running(self) -> bool:
         """Whether a step was issued that is neither settled nor queued."""
-        return bool(self.step or self._in_place or self.pending)
+        return bool(self.step or self.in_place.running or self.pending)
 
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight on the device."""
-        return not (self._transits or self.step or self._queued)
+        return not (self.step or self._queued or (self._open and self.transits.all))
 
     def join(self, subgroup: Subgroup) -> None:
         """Order the work that the caller queues from now on behind the update of this subgroup; block for one in place.
 
         Raises RuntimeError if the update failed, with the cause.
         """
-        if subgroup in self._in_place:
-            self._join_in_place(subgroup)
+        if subgroup in self.in_place.running:
+            self.in_place.join(subgroup)
         elif self.step is not None and subgroup in self.step.done:
             again = subgroup in self.step.joined  # a second wait for the same update takes no time
             with contextlib.nullcontext() if again else self.step.iteration.held_up():
@@ -587,12 +329,6 @@ class Ledger:
         except Exception as error:
             raise self._guard.failure(error) from error
 
-    def _join_in_place(self, subgroup: Subgroup) -> None:
-        try:
-            self._in_place[subgroup].result()  # the caller reads the parameters from here on
-        except Exception as error:
-            raise self._guard.failure(error) from error
-
     def order_caller(self) -> None:
         """Order the work that the caller queues on the device from now on behind the whole step.
 
@@ -618,7 +354,7 @@ class Ledger:
         if not self._open:
             return False
         self._read_queued(wait=False)
-        step, others = self.step, self._in_place or self._transits or self._lane_done
+        step, others = self.step, self.in_place.running or self.transits.all or self._lane_done
         # The host's work for a step is in no queue of the device: another step could overtake it.
         if step is None or others or step.ordered is None or step.through:
             return False
@@ -649,7 +385,8 @@ class Ledger:
         self.close()
         if not self.idle:
             self._settle_step()
-        self._settle_in_place()
+        if self.in_place.running:
+            self.in_place.settle()
         if not self._guard.broken:
             self._guard.complete = self._guard.steps
 
@@ -659,10 +396,10 @@ class Ledger:
         step = self.step
         with contextlib.nullcontext() if step is None else step.iteration.held_up():
             spans = [] if step is None else step.spans(errors)
-            unused = spans_of((transit.job for transit in self._transits), errors)
+            unused = spans_of((transit.job for transit in self.transits.all), errors)
             if self._lane_done is not None:
                 self._lane_done.result()  # releases slots and the rooms that state leaves
-        self.cancel_slots()
+        self.transits.cancel_slots()
         if step is None:
             errors = []  # of gradients that no step uses; a step that uses them raises
         elif not errors:
@@ -670,24 +407,14 @@ class Ledger:
             for subgroup, home in step.homes:
                 home.drop(subgroup)
         # After all waits: if Ctrl-C ends one of them, the next call waits again.
-        self._transits, self.step, self._lane_done = [], None, None
-        self._freed.clear()
-        self._freed_bytes = 0
+        self.transits.end()
+        self.step = self._lane_done = None
         spans += self.lane.take_spans()
         if errors:
             raise self._guard.failure(errors[0]) from errors[0]
         # A step that failed while it was issued is not complete, although its jobs have ended.
         if step is not None and self._guard.phase is not Phase.BROKEN:
             self.ended(step, step.timeline(spans, unused))
-
-    def _settle_in_place(self) -> None:
-        for running in self._in_place.values():
-            running.exception()  # waits for all before any failure is raised: user code may then release memory
-        try:
-            for subgroup in self._in_place:
-                self._join_in_place(subgroup)
-        finally:
-            self._in_place = {}
 
     def finish(self) -> None:
         """Settle for an optimizer that was collected, and raise nothing."""
@@ -705,9 +432,7 @@ class Ledger:
         if on_own_thread():
             return
         # After a fork the child would have half an update in place, which none of its threads completes.
-        for running in list(self._in_place.values()):
-            with contextlib.suppress(Exception):
-                running.exception()
+        self.in_place.drain()
         if not self._open:
             return
         disk = self.stores.disk
@@ -720,14 +445,11 @@ class Ledger:
         for submit in (self.lane.add, *(thread.submit for thread in threads)):
             with contextlib.suppress(Exception):
                 submit(lambda: None).result()
-        for op in LANE_OF:  # streams are in order: an empty job ends after all jobs before it
-            with contextlib.suppress(Exception):
-                last = self.device.launch(0, lambda: None, 0) if op is Op.UPDATE else self.device.copy(op, 0, [])
-                last.wait()
+        drain_streams(self.device)
 
     def after_fork(self) -> None:
         """Renew threads, which a forked child does not inherit."""
-        self._beside.renew()
+        self.in_place.renew()
         if self._open:
             self._guard.lost |= self.stores.host.lost
             self.lane.renew()

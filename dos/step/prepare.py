@@ -59,10 +59,11 @@ class Preparation:
         self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
     ) -> None:
         """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`."""
-        self._work, self._left_beside = work, left
-        self._subjects, self._ledger, self._windows = subjects, ledger, work.windows
+        self._work, self._left_beside, transits = work, left, ledger.transits
+        self._subjects, self._windows = subjects, work.windows
+        self._transits, self._moves = transits, ledger.moves
         self._stores = stores = ledger.stores
-        self.found = [s.found(ledger.at(s.subgroup) or Tier.HOST) for s in subjects]
+        self.found = [s.found(transits.at(s.subgroup) or Tier.HOST) for s in subjects]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._reserved: list[tuple[Store, Subgroup]] = []
         self._attempted = False
@@ -76,12 +77,12 @@ class Preparation:
         stores = self._stores
         for store, subgroup in self._reserved:
             on_disk = (
-                store is stores.disk and self._ledger.at(subgroup) is Tier.DISK
+                store is stores.disk and self._transits.at(subgroup) is Tier.DISK
             )  # the state is there, not only room
             if store.has(subgroup) and not on_disk:
                 store.drop(subgroup)
         # A later step may have another plan, and forward needs the memory of slots meanwhile.
-        self._ledger.cancel_slots()
+        self._transits.cancel_slots()
         stores.homes.expose_again()  # user code may write there before it tries again
 
     @property
@@ -108,22 +109,22 @@ class Preparation:
 
         Raises MemoryError if the host has too little memory, OSError if the disk has no room.
         """
-        ledger, stores, found, subjects = self._ledger, self._stores, self.found, self._subjects
+        transits, stores, found, subjects = self._transits, self._stores, self.found, self._subjects
         device = stores.device
         residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
         # Backward has followed an older plan, and fetched state that this plan wants elsewhere: it may need the memory.
-        ledger.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
+        transits.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
             # New windows may need the memory of homes, which no fetch may be reading then.
-            ledger.cancel_slots()
-            ledger.cancel()
+            transits.cancel_slots()
+            transits.cancel()
         if not self._attempted:  # else this would forget that the device denied memory to the plan before
             self._attempted = True
             # The rooms that state leaves are kept until the step is over, and may be the memory that is missing.
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
-        new = [i for i, subgroup in coming.items() if ledger.at(subgroup) is None]
+        new = [i for i, subgroup in coming.items() if transits.at(subgroup) is None]
         fitting = self._make_room(plan, coming)
         without = set(self._reserve(Tier.DEVICE, fitting.values()))
         denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
@@ -135,7 +136,7 @@ class Preparation:
         if denied - set(plan.served(Placement.CPU)):
             return frozenset(denied)
         for i in plan.on_disk:
-            if ledger.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
+            if transits.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
                 found[i] = found[i]._replace(state=Tier.DISK)
         self._reserve_on_host(plan)
         return Prepared(plan, subjects, found)
@@ -153,7 +154,7 @@ class Preparation:
                 found[i] = subgroup
                 left -= nbytes
         if store.slots and self._work.staging_bytes(len(store.slots)) > left:
-            self._ledger.cancel_slots()  # backward has filled them for a plan of which less had to move
+            self._transits.cancel_slots()  # backward has filled them for a plan of which less had to move
         return found
 
     def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
@@ -183,17 +184,17 @@ class Preparation:
 
     def _get_windows(self, plan: Plan) -> set[int]:
         """Allocate the windows, if any are needed; return the subgroups that the host updates in one."""
-        stores, found, subjects, ledger = self._stores, self.found, self._subjects, self._ledger
+        stores, found, subjects = self._stores, self.found, self._subjects
         through = windowed(plan, found)
         if not through:
             return set()
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
             if self._windows * self._nbytes - windows.nbytes > stores.host.room:
-                ledger.end_transits()  # gradients may be in transit to a home that is dropped below
+                self._transits.wait()  # gradients may be in transit to a home that is dropped below
                 at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
                 housed = [i for i in at_home if stores.host.has(subjects[i].subgroup)]
-                ledger.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
+                self._moves.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
                 found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
                 through = windowed(plan, found)
             stores.host.make_windows(self._windows, self._nbytes, stores.device.device)
@@ -213,15 +214,15 @@ class Preparation:
 
         denied: subgroups without room on the device, which pass through no slot.
         """
-        ledger, subjects, found, store = self._ledger, self._subjects, self.found, self._stores.device
+        transits, subjects, found, store = self._transits, self._subjects, self.found, self._stores.device
         passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
         nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
-        filled = ledger.in_slots
+        filled = transits.in_slots
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
         # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
         # the end of a slot.
         if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
-            ledger.cancel_slots()
+            transits.cancel_slots()
         if passing and not store.slots:
             left, most = self._left(plan), min(max(plan.slots, 1), len(passing))
             # Where only gradients of residents pass, slots are as small as these, and one is set apart.
@@ -242,8 +243,8 @@ class Preparation:
         for i, subject in passing.items():
             # The host updates it now: `at` would take room on the device without state for the place of the newest
             # state.
-            if ledger.comes(subject.subgroup):
-                ledger.cancel([subject.subgroup])
+            if transits.comes(subject.subgroup):
+                transits.cancel([subject.subgroup])
             elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
                 store.drop(subject.subgroup)
         # A plan without slots must not stream, not even subgroups without a gradient.

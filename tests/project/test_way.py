@@ -31,7 +31,7 @@ def executed(steps: int) -> list[set[CodeType]]:
         model = mlp()
         device = EmulatedDevice(FAST, 10**9)
         optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
-        train(model, optimizer, 4)
+        train(model, optimizer, 6)
         found = []
         for step in range(steps):
             backward(model, step)
@@ -51,6 +51,6 @@ def executed(steps: int) -> list[set[CodeType]]:
 
 def test_what_a_step_on_the_cpu_lane_executes() -> None:
     # Of several steps, because some make a new schedule: for the times that they have measured.
-    steps = executed(4)
+    steps = executed(6)
     assert min(len({code.co_filename for code in codes}) for codes in steps) <= 48
     assert min(map(len, steps)) <= 383

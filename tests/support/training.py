@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.step.issue import Step
-from dos.step.ledger import Ledger
-from dos.step.transit import Transit
+from dos.step.transit import Transit, Transits
 from perfmodel import Timeline
 from perfmodel.hardware import HardwareProfile
 from tests.support.inside import session_of
@@ -196,17 +195,17 @@ def attached_after_a_step(**settings: Any) -> tuple[nn.Sequential, DOSAdam, list
 def leaving_early() -> Iterator[list[int]]:
     """The subgroups whose gradients leave during backward meanwhile."""
     found: list[int] = []
-    plain = Ledger.send
+    plain = Transits.send
 
-    def send(self: Ledger, index: int, *rest: Any, **more: Any) -> Transit:
+    def send(self: Transits, index: int, *rest: Any, **more: Any) -> Transit:
         found.append(index)
         return plain(self, index, *rest, **more)
 
-    Ledger.send = send
+    Transits.send = send
     try:
         yield found
     finally:
-        Ledger.send = plain
+        Transits.send = plain
 
 
 def ended_steps(optimizer: DOSAdam) -> list[Step]:

@@ -28,6 +28,8 @@ from dos.state.disk_store import DiskStore
 from dos.step.host_lane import HostLane
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
+from dos.step.moves import Moves
+from dos.step.transit import Transits
 from dos.step.unseen import UnseenWrites
 from dos.weights.block import Block
 from perfmodel import Placement, builder
@@ -214,12 +216,12 @@ PROGRAMS = (
 )
 USUAL = (streamed, sent_in_vain, added_up, on_disk, saved_tensors, weights_streamed)
 FAULTS = [
-    Fault(Ledger, "send", "self.device.fence(callers), *behind", "(), *behind", on_host, True),
-    Fault(Ledger, "_fetch", "self.device.fence())", "())", changing),
+    Fault(Transits, "send", "self._device.fence(callers), *behind", "(), *behind", on_host, True),
+    Fault(Transits, "_fetch", "self._device.fence())", "())", changing),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", on_host),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", resident, True),
-    Fault(Ledger, "cancel", "wait_for_all([self._state[subgroup]])", "pass", changing),
-    Fault(Ledger, "bring_home", "job.wait()", "pass", adaptive, True),
+    Fault(Transits, "cancel", "wait_for_all([self._state[subgroup]])", "pass", changing),
+    Fault(Moves, "bring_home", "job.wait()", "pass", adaptive, True),
     Fault(Ledger, "_run_host_lane", "job.wait()", "pass", streamed),
     Fault(Step, "issue", "jobs[under_way] = (*self.backward, *behind)", "jobs[under_way] = ()", streamed),
     Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),

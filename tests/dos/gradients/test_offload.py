@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_value_ as clip_value_imported_before
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy
 from dos.gradients import offload
-from dos.step.ledger import Ledger
+from dos.step.transit import Transits
 from perfmodel import Op
 from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
@@ -262,19 +262,19 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
     model = mlp(torch.bfloat16)
     optimizer = offloading(model, betas=BETAS)
     backward(model, 0)
-    send, sent = Ledger.send, itertools.count()
+    send, sent = Transits.send, itertools.count()
 
     class Broken:
         def wait(self) -> None:
             raise OSError("the link broke")
 
-    def fail(self: Ledger, index: int, subgroup: Any, copies: Sequence[Copy], **more: Any) -> Any:
+    def fail(self: Transits, index: int, subgroup: Any, copies: Sequence[Copy], **more: Any) -> Any:
         found = send(self, index, subgroup, copies, **more)
         found.job.wait()
         return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "send", fail)
+        patch.setattr(Transits, "send", fail)
         backward(model, 1)
     with pytest.raises(RuntimeError, match="are not complete"):
         optimizer.step()

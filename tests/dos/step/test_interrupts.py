@@ -23,7 +23,9 @@ from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
+from dos.step.moves import Moves
 from dos.step.prepare import Preparation
+from dos.step.transit import Transits
 from tests.support.calls import (
     ATTACHED,
     CALLS,
@@ -82,15 +84,15 @@ MOMENTS = [
     Moment("load", State, "install", PLAIN, DONE, BROKEN),
     # A hook in which Ctrl-C comes ends, and torch ends backward or forward with it.
     Moment("backward", Backward, "count", (CPU, OFFLOADED), UNCHANGED, UNCHANGED),
-    Moment("backward", Ledger, "send", (CPU, OFFLOADED, HALF), UNCHANGED, UNCHANGED),
+    Moment("backward", Transits, "send", (CPU, OFFLOADED, HALF), UNCHANGED, UNCHANGED),
     Moment("backward", OffloadedGradients, "take", (OFFLOADED, HALF), UNCHANGED, UNCHANGED),
     Moment("backward", Ledger, "join", (ATTACHED,), UNCHANGED, UNCHANGED),
     Moment("clip", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
     Moment("norm", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
     Moment("attach", Ledger, "settle", (CPU, ATTACHED), DONE, UNCHANGED),
     Moment("synchronize", Ledger, "settle", (HOST, CPU, ATTACHED), DONE, UNCHANGED),
-    Moment("release_memory", Ledger, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
-    Moment("state_dict", Ledger, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
+    Moment("release_memory", Moves, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
+    Moment("state_dict", Moves, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from dos import EmulatedDevice
 from dos.devices import Job, ThreadJob
 from dos.step.host_lane import HostLane
-from dos.step.ledger import Ledger
+from dos.step.transit import Transits
 from dos.step.turns import Turn
 from perfmodel import Lane, Op, Span
 from tests.support.races.checker import Checker, here
@@ -95,7 +95,7 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
     def fence(checker: Checker, plain: Any, self: Any, callers: Collection[Any] = ()) -> Sequence[Job]:
         return [*plain(callers), Reached(checker.fence())]
 
-    @around(patch, Ledger, "send")
+    @around(patch, Transits, "send")
     def send(_: Checker, plain: Any, self: Any, index: int, subgroup: Any, copies: Any, *rest: Any, **more: Any) -> Any:
         # Backward may add to a gradient meanwhile: then no step uses this copy.
         here.sends = None if more.get("freed") else [source for _, source in copies]
@@ -104,7 +104,7 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
         finally:
             here.sends = None
 
-    @around(patch, Ledger, "_inherit")
+    @around(patch, Transits, "adopt")
     def inherit(checker: Checker, plain: Any, self: Any, plan: Any, subjects: Any, *rest: Any) -> Any:
         found, begun = plain(plan, subjects, *rest)
         checker.use([t.job for t in begun], [gradient.values for s in subjects for _, gradient in s.late])
