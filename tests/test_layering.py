@@ -58,6 +58,7 @@ def test_layers() -> None:
 
 INNER: dict[str, set[str]] = {
     "arguments": set(),
+    "debug": set(),
     "signals": set(),
     "guard": {"signals"},
     "machine": {"guard"},
@@ -70,7 +71,7 @@ INNER: dict[str, set[str]] = {
     "state": {"devices", "guard", "kernels", "machine", "rules", "sharding", "torch_internals"},
     "disk": {"state"},
     "gradients": {"devices", "guard", "kernels", "sharding", "state", "step", "torch_internals"},
-    "step": {"devices", "guard", "kernels", "machine", "rules", "sharding", "state"},
+    "step": {"debug", "devices", "guard", "kernels", "machine", "rules", "sharding", "state"},
     "planning": {"arguments", "calibration", "devices", "guard", "kernels", "machine", "state", "step"},
     "options": {"arguments", "devices", "machine", "planning", "rules"},
     "parameters": {

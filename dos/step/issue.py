@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -106,6 +107,14 @@ class Step:
         """The subgroups whose parameters are compared in the job that copies their gradients."""
         self._beside: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
+
+    def __repr__(self) -> str:
+        """Say what was issued, and how much of it the CPU lane has done, without a wait."""
+        ops = Counter(task.op.value for task in self.schedule.tasks[self.schedule.under_way + 1 :])
+        issued = ", ".join(f"{count} {op}" for op, count in ops.items()) or "nothing"
+        ended = sum(upload.done() for upload in self.uploads)
+        caller = "" if self.ordered is None else f", the caller is {'past it' if self.through else 'behind it'}"
+        return f"<Step: issued {issued}; the CPU lane has ended {ended} of {len(self.uploads)} turns{caller}>"
 
     def issue_part(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future
 from typing import Any
 
+from dos.debug import DEBUG, log
 from dos.devices import Caller, Device, Job
 from dos.guard import Guard, Phase, on_own_thread
 from dos.state.homes import Homes
@@ -79,6 +80,20 @@ class Ledger:
         """The turns of a step that is being issued, or is issued in parts while backward runs."""
         self.in_place = InPlaceLane(guard)
         guard.working.add(self)
+
+    def __repr__(self) -> str:
+        """Say what is in flight, and behind what, without a wait."""
+        found = [f"step {self._guard.steps}: {self.step}" if self.step else "no step"]
+        found += [f"queued on the device: {step}" for step in self._queued]
+        found += [f"{each}" for each in (self.transits.all if self._open else ())]
+        if self.in_place.running:
+            ended = sum(running.done() for running in self.in_place.running.values())
+            found.append(f"{ended} of {len(self.in_place.running)} updates in place have ended")
+        if self._turns is not None:
+            found.append(f"{self._turns.waiting} turns that the CPU lane has not taken")
+        if self.pending:
+            found.append(f"{len(self.unfinished)} of {len(self.pending)} parameters behind which no queue is")
+        return f"<Ledger, {self._guard.phase.name}: {'; '.join(found)}>"
 
     def open(self, device: Device, homes: Homes) -> None:
         """Begin to use the accelerator, once the first parameter there was found."""
@@ -150,6 +165,8 @@ class Ledger:
             # The host begins to update while later tasks are issued.
             self.step.issue(self._give)
             self.close()
+            if DEBUG:
+                log("issued", self.step)
 
     def issue_part(
         self,
@@ -297,6 +314,8 @@ class Ledger:
         if subgroup in self.in_place.running:
             self.in_place.join(subgroup)
         elif self.step is not None and subgroup in self.step.done:
+            if DEBUG:
+                log("orders the caller behind the update of", f"{subgroup.numel} parameters")
             again = subgroup in self.step.joined  # a second wait for the same update takes no time
             with contextlib.nullcontext() if again else self.step.iteration.held_up():
                 self._join([self.step.done[subgroup]])
@@ -383,6 +402,8 @@ class Ledger:
             held()
             self.held = held
         self.close()
+        if DEBUG and self.running:
+            log("waits for all of", self)
         if not self.idle:
             self._settle_step()
         if self.in_place.running:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dos.debug import DEBUG, log
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
 from dos.devices.coalesce import Lent, joined
 from dos.state.stores import Stores
@@ -37,6 +38,12 @@ class Transit:
     nbytes: int
     slot: int | None = None
 
+    def __repr__(self) -> str:
+        numel = 0 if self.subgroup is None else self.subgroup.numel
+        place = "" if self.slot is None else f", slot {self.slot}"
+        way = f"{self.source.value} to {self.to.value}"
+        return f"<Transit {self.number}: {self.op.value}, {way}{place}, {self.nbytes} bytes of {numel} parameters>"
+
     def task(self, index: int) -> Task:
         """Return the transit as a task of a schedule. index: of the subgroup now; backward may have had another."""
         if self.op is Op.GRADIENT:
@@ -48,6 +55,8 @@ class Transit:
 def wait_for_all(transits: Iterable[Transit]) -> None:
     """Block until these have ended. Failures do not matter: a step that needs one copies again, or raises."""
     for transit in transits:
+        if DEBUG:
+            log("waits for", transit)
         with contextlib.suppress(Exception):
             transit.job.wait()
 
@@ -130,6 +139,8 @@ class Transits:
         nbytes = sum([source.nbytes for _, source in copies])
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self.all.append(transit)
+        if DEBUG:
+            log("issued", transit)
         if freed:
             self._freed.append(transit)
             self._freed_bytes += nbytes
@@ -156,6 +167,8 @@ class Transits:
         transit = Transit(number, Op.PREFETCH, subgroup, Tier.HOST, Tier.DEVICE, job, nbytes, slot)
         self.all.append(transit)
         self._state[subgroup] = transit
+        if DEBUG:
+            log("issued", transit)
 
     def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup], left: float) -> None:
         """Fetch state that will be resident while backward runs, as far as memory allows; the step reads state on disk.
