@@ -12,6 +12,7 @@ import perfmodel
 from dos import DOSAdam, EmulatedDevice
 from tests.support.training import FAST, backward, mlp, train
 
+ROOT = Path(perfmodel.__file__).parents[1]
 OURS = tuple(f"{Path(package.__file__).parent}/" for package in (dos, perfmodel))
 
 
@@ -23,8 +24,10 @@ def executed(steps: int) -> list[set[CodeType]]:
     seen: set[CodeType] = set()
 
     def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(OURS):
-            seen.add(frame.f_code)
+        code = frame.f_code
+        # Other optimizers of this process may have asked for the latter.
+        if event == "call" and code.co_filename.startswith(OURS) and not code.co_filename.endswith("other_steps.py"):
+            seen.add(code)
 
     threading.setprofile(look)  # for the threads of the optimizer and its device, which begin below
     try:
@@ -51,6 +54,7 @@ def executed(steps: int) -> list[set[CodeType]]:
 
 def test_what_a_step_on_the_cpu_lane_executes() -> None:
     # Of several steps, because some make a new schedule: for the times that they have measured.
-    steps = executed(6)
-    assert min(len({code.co_filename for code in codes}) for codes in steps) <= 48
-    assert min(map(len, steps)) <= 383
+    codes = min(executed(6), key=len)
+    files = sorted({code.co_filename.removeprefix(f"{ROOT}/") for code in codes})
+    assert len(files) <= 48, " ".join(files)
+    assert len(codes) <= 383
