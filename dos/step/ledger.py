@@ -166,7 +166,7 @@ class Ledger:
             self.step.issue(self._give)
             self.close()
             if DEBUG:
-                log("issued", self.step)
+                log("issued:", self.step)
 
     def issue_part(
         self,
@@ -315,7 +315,7 @@ class Ledger:
             self.in_place.join(subgroup)
         elif self.step is not None and subgroup in self.step.done:
             if DEBUG:
-                log("orders the caller behind the update of", f"{subgroup.numel} parameters")
+                log("joins:", subgroup.numel)
             again = subgroup in self.step.joined  # a second wait for the same update takes no time
             with contextlib.nullcontext() if again else self.step.iteration.held_up():
                 self._join([self.step.done[subgroup]])
@@ -403,7 +403,7 @@ class Ledger:
             self.held = held
         self.close()
         if DEBUG and self.running:
-            log("waits for all of", self)
+            log("waits:", self)
         if not self.idle:
             self._settle_step()
         if self.in_place.running:

@@ -56,7 +56,7 @@ def wait_for_all(transits: Iterable[Transit]) -> None:
     """Block until these have ended. Failures do not matter: a step that needs one copies again, or raises."""
     for transit in transits:
         if DEBUG:
-            log("waits for", transit)
+            log("waits:", transit)
         with contextlib.suppress(Exception):
             transit.job.wait()
 
@@ -140,7 +140,7 @@ class Transits:
         transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
         self.all.append(transit)
         if DEBUG:
-            log("issued", transit)
+            log("issued:", transit)
         if freed:
             self._freed.append(transit)
             self._freed_bytes += nbytes
@@ -168,7 +168,7 @@ class Transits:
         self.all.append(transit)
         self._state[subgroup] = transit
         if DEBUG:
-            log("issued", transit)
+            log("issued:", transit)
 
     def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup], left: float) -> None:
         """Fetch state that will be resident while backward runs, as far as memory allows; the step reads state on disk.

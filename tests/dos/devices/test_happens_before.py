@@ -276,7 +276,7 @@ def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     lines = [
         r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):",
         r"  write by \w+, the caller's queue, issued at .*\.py:\d+ \w+ < .*",
-        r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*ledger.py:\d+ send <.*",
+        r"  read by gradient of subgroup \d+ \(copy_\), dos-emulated-gradient, .*transit.py:\d+ send <.*",
     ]
     found = [text.splitlines() for text in checker.races.values()]
     assert any(all(map(re.fullmatch, lines, each)) for each in found), checker.report()

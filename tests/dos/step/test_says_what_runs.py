@@ -47,6 +47,6 @@ def test_issues_and_waits_are_logged_if_asked_for(
         backward(model, 2)
         optimizer.step()
         optimizer.synchronize()
-    assert sum(line.startswith("issued <Step: issued") for line in caplog.messages) == 1
-    assert any(line.startswith("issued <Transit") for line in caplog.messages)
-    assert any(line.startswith("waits for all of <Ledger") for line in caplog.messages)
+    assert sum(line.startswith("issued: <Step: issued") for line in caplog.messages) == 1
+    assert any(line.startswith("issued: <Transit") for line in caplog.messages)
+    assert any(line.startswith("waits: <Ledger") for line in caplog.messages)
