@@ -21,6 +21,7 @@ from dos.parameters.admission import Group
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import first_hooked
+from dos.planning.decide import Facts
 from dos.rules.base import Rule
 from dos.sharding.ddp import reduced_parameters, several_ranks
 from dos.sharding.local import is_sharded
@@ -32,6 +33,7 @@ from dos.step.work import Input, Placed, SubgroupUpdate, new_input, prepare_upda
 from dos.torch_internals.modes import in_backward
 from dos.torch_internals.module_parameters import parameters_of
 from dos.torch_internals.patches import replace_run_backward
+from dos.weights.parts import will_write
 from perfmodel import Plan
 
 UNENDED = (
@@ -122,8 +124,9 @@ class Run:
     double: whether it makes a graph of its own. updates: whether it is a step; False within `no_update()`.
     checked: whether its gradients can be used. began: whether it has written a gradient of the attached model.
     issued: whether it has updated anything. alone: whether no other thread ran a backward meanwhile.
-    times: how often it has written each gradient. read: that number when the parameter was read last in it. Both by the
-        id of the parameter.
+    times: how often it has written each gradient. read: that number when the parameter was read last in it. beside: how
+        many of `times` it has written to the weight itself, where weights stream: the others are its copy's. All by
+        the id of the parameter.
     """
 
     double: bool
@@ -134,20 +137,23 @@ class Run:
     alone: bool = True
     times: dict[int, int] = field(default_factory=dict)
     read: dict[int, int] = field(default_factory=dict)
+    beside: dict[int, int] = field(default_factory=dict)
 
 
 class Learned(NamedTuple):
     """The findings of the last backward that was a step.
 
-    times: how often it has written each gradient: the last time it is final. late: the parameters that a module has
-        read after that, which wait for `step()`. Both by id: of another parameter with this id a use too many raises.
+    times: how often it has written each gradient: the last time it is final. beside: see Run. late: the parameters that
+        a module has read after that, which wait for `step()`. All by id: of another parameter with this id a use too
+        many raises.
     """
 
     times: Mapping[int, int]
+    beside: Mapping[int, int]
     late: frozenset[int]
 
 
-_NOTHING = Learned({}, frozenset())
+_NOTHING = Learned({}, {}, frozenset())
 _OF_NO_GROUP: tuple[Group | None, frozenset[str]] = None, frozenset()
 
 
@@ -166,6 +172,7 @@ class InBackward:
     unended: whether a backward that is a step has ended, and `step()` was not called since.
     complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
         these updates wait for others, see `Parts`; nothing may happen any more that would have to come before them.
+    planned: the plan of this iteration with what it was made for, where weights stream: `step()` moves blocks.
     """
 
     def __init__(
@@ -177,6 +184,7 @@ class InBackward:
         self.unended = False
         self.complete: list[tuple[ParameterRecord, Group]] = []
         self.issued: set[Piece] = set()
+        self.planned: tuple[Plan, Facts] | None = None
         self._registry, self._ledger, self._reconciler = registry, ledger, reconciler
         self._guard, self._rule = guard, rule
         self._offloads = registry.offloaded.enabled
@@ -204,6 +212,7 @@ class InBackward:
         self._updated: set[ParameterRecord | None] = set()
         """The records of which any piece is in `issued`."""
         self.complete, self.issued, self._parts, self._ledger.held = [], set(), None, None
+        self.planned = None
         self._waits = False
 
     # Which backward is a step.
@@ -233,7 +242,7 @@ class InBackward:
         self._waits = bool(self.offloaded)
         if run.alone:  # else some gradients were not counted
             late = {p for p, times in run.read.items() if times == run.times.get(p)}
-            self._learned = Learned(run.times, self._learned.late | late)
+            self._learned = Learned(run.times, run.beside, self._learned.late | late)
         for p in parameters:
             if id(p) in self.members and p.grad is not None:
                 self._kept[p], p.grad = p.grad, None
@@ -272,11 +281,15 @@ class InBackward:
             return False
         for p in parameters:
             if self._registry.record(p) in self._updated:
-                raise RuntimeError(_READ.format(tuple(p.shape)))
+                raise RuntimeError(UNENDED if self.unended else _READ.format(tuple(p.shape)))
             for run in self._runs:
                 if id(p) in run.times:
                     run.read[id(p)] = run.times[id(p)]
         return True
+
+    def has_updated(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether the backward that runs has updated any of these."""
+        return any(self._registry.record(p) in self._updated for p in parameters)
 
     def check_whole(self) -> None:
         """Raise RuntimeError if some parameters are updated and others are not."""
@@ -285,13 +298,13 @@ class InBackward:
 
     # Gradients.
 
-    def check(self, leaf: Tensor, on_device: Backward | None, parameters: Iterable[Tensor]) -> None:
+    def check(self, parameter: Tensor, leaf: Tensor, on_device: Backward | None, parameters: Iterable[Tensor]) -> None:
         """Raise RuntimeError for a backward that cannot be used, at its first gradient, before anything has changed.
 
-        leaf: whose gradient it is. parameters: of the optimizer.
+        parameter: whose gradient it is, in `leaf.grad`. parameters: of the optimizer.
         """
         run = self.run
-        problem = self._problem(leaf, run, on_device, parameters)
+        problem = self._problem(parameter, run, on_device, parameters)
         if problem is not None:
             leaf.grad = None
             raise RuntimeError(problem)
@@ -304,7 +317,7 @@ class InBackward:
         raise RuntimeError(_SPARSE.format(tuple(leaf.shape)))
 
     def _problem(
-        self, leaf: Tensor, run: Run | None, on_device: Backward | None, parameters: Iterable[Tensor]
+        self, parameter: Tensor, run: Run | None, on_device: Backward | None, parameters: Iterable[Tensor]
     ) -> str | None:
         """Return the reason for which no gradient of the backward that runs can be used; None: all can."""
         if on_device is not None and on_device.device.capturing():
@@ -317,7 +330,7 @@ class InBackward:
             return _RANKS.format("DistributedDataParallel")
         if several_ranks():
             return _RANKS.format("a job of several ranks")
-        among = (leaf,) if run is None else parameters
+        among = (parameter,) if run is None else parameters
         hooked = first_hooked([p for p in among if id(p) in self.members])
         return None if hooked is None else _HOOK.format(tuple(hooked.shape))
 
@@ -351,19 +364,25 @@ class InBackward:
         """Whether a backward has shown which gradients come."""
         return bool(self._learned.times)
 
-    def ready(self, run: Run, parameter: Tensor) -> None:
-        """Use a gradient that backward has written: update the subgroups that waited for it alone.
+    def ready(self, run: Run, parameter: Tensor, leaf: Tensor) -> None:
+        """Use a gradient that backward has written to `leaf`: update the subgroups that waited for it alone.
 
         Raises RuntimeError if the parameter was updated already.
         """
-        key = id(parameter)
+        key, learned = id(parameter), self._learned
         record, times = self._registry.records.get(key), run.times.get(key, 0) + 1
         run.times[key] = times
+        apart = record is not None and record.leaf is not parameter
+        if apart and leaf is parameter:
+            run.beside[key] = run.beside.get(key, 0) + 1
         if record in self._updated:
             raise RuntimeError(_AGAIN.format(tuple(parameter.shape), times - 1))
         if record is None or not (self._opened and run.alone and run.updates):
             return
-        if times != self._learned.times.get(key) or key in self._learned.late:
+        if times != learned.times.get(key) or key in learned.late:
+            return
+        # The loss may use a weight that streams beside its block, as a penalty does, for the first time.
+        if apart and (run.beside.get(key, 0) != learned.beside.get(key, 0) or self._comes_beside(run, key, parameter)):
             return
         given = self._input(record, key)
         if given is None:
@@ -380,6 +399,10 @@ class InBackward:
             self._callers[subgroup].add(caller)
             if not self._awaited[subgroup]:
                 self._update(run, subgroup)
+
+    def _comes_beside(self, run: Run, key: int, parameter: Tensor) -> bool:
+        """Return whether this backward has yet to write the gradient of a weight itself, beside that of its copy."""
+        return key not in run.beside and will_write(parameter)
 
     def _input(self, record: ParameterRecord, key: int) -> Input | None:
         """Return the gradient as an update takes it; None if `step()` has to look at it, or at the parameter.
@@ -502,7 +525,7 @@ class InBackward:
         self._forget()
 
 
-def check_updates(model: nn.Module, options: Options, *, weights: bool) -> None:
+def check_updates(model: nn.Module, options: Options) -> None:
     """Raise ValueError if backward cannot update the parameters of this model, with the reason and the way out."""
     problem = None
     if options.max_grad_norm is not None:
@@ -511,8 +534,6 @@ def check_updates(model: nn.Module, options: Options, *, weights: bool) -> None:
         problem = "skip_nonfinite=True needs the norm of all gradients, which is known only when backward has ended"
     elif options.disk:
         problem = "disk= reads and writes state behind backward; choose more host_memory"
-    elif weights:
-        problem = "weights= moves weights behind step()"
     parameters = parameters_of(model)
     if problem is None and any(id(p) in reduced_parameters() for p in parameters):
         problem = "DistributedDataParallel reduces gradients after backward's hooks"

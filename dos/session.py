@@ -121,6 +121,7 @@ class Session:
                 parts.on_device.departures.begin_step(amp.writes)
             ready = None if amp.skip or whole else self._preparing.prepare(amp.factor)
             if whole:
+                self._move_blocks()
                 self._commit_updated()
             elif amp.skip:
                 parts.clipping.forget()
@@ -196,6 +197,14 @@ class Session:
             parts.clipping.forget()
         if parts.attachment is not None:
             self._join_uncovered(parts.attachment)
+
+    def _move_blocks(self) -> None:
+        """Move blocks as the plan says in a step that backward has issued, which has moved none."""
+        weights, mode = self.assembly.weights, self.assembly.in_backward
+        planned = None if mode is None else mode.planned
+        if weights is not None and planned is not None and self._preparing.may_follow(weights, *planned):
+            self.waiting.settle()  # updates read and write homes
+            self._preparing.follow_plan(weights, *planned)
 
     def _commit_updated(self) -> None:
         """Count a step of which backward has issued everything."""

@@ -110,11 +110,13 @@ INNER: dict[str, set[str]] = {
         "guard",
         "options",
         "parameters",
+        "planning",
         "rules",
         "sharding",
         "state",
         "step",
         "torch_internals",
+        "weights",
     },
     "owners": {
         "activations",

@@ -56,7 +56,7 @@ class Attaching:
         if parts.in_backward is not None and parts.in_backward.under_way:
             raise RuntimeError(UNENDED)
         if updates:
-            check_updates(model, self._options, weights=weights is not None)
+            check_updates(model, self._options)
         # Only hooks of the former model wait for updates in flight, and these hooks are removed below.
         self._waiting.synchronize()
         parts.look_for_device()

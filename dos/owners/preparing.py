@@ -89,7 +89,7 @@ class Preparing:
         saved = on_device.activations.moving_bytes if on_device.activations.in_use else 0
         facts = dataclasses.replace(facts, saved_bytes=saved)
         plan = on_device.decide(facts)
-        if weights is not None and not self._follow_plan(weights, plan, facts):
+        if weights is not None and not self.follow_plan(weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=weights.staying())  # the device has no memory for more
             plan = on_device.decide(facts)
         subjects = departures.subjects([(subgroup, updates.get(subgroup)) for subgroup in subgroups])
@@ -118,11 +118,17 @@ class Preparing:
             decisions.memory.forecast.allocation_failed(stores.device.denied)
         return reserved
 
-    def _follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
+    def follow_plan(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
         """Move blocks to the device or home as the plan says; return False if some have to wait."""
-        # State that this step flushes still counts: its memory is free only when its flush has ended.
-        room = facts.workload.peak_free(plan.activation_bytes) - self._ledger.stores.device.resident_bytes
-        return weights.follow(plan.blocks_on_device, facts.workload, room)
+        return weights.follow(plan.blocks_on_device, facts.workload, self._weight_room(plan, facts))
+
+    def may_follow(self, weights: WeightHomes, plan: Plan, facts: Facts) -> bool:
+        """Return whether `follow_plan` moves any block, unless the device denies the memory."""
+        return weights.may_follow(plan.blocks_on_device, facts.workload, self._weight_room(plan, facts))
+
+    def _weight_room(self, plan: Plan, facts: Facts) -> float:
+        """Return the bytes of device memory for weights. State that a step flushes has its own until the flush ends."""
+        return facts.workload.peak_free(plan.activation_bytes) - self._ledger.stores.device.resident_bytes
 
     def active(self) -> Active:
         """Enrol, move home and settle the parameters that have a gradient, where needed; return their records."""

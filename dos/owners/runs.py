@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -78,9 +79,9 @@ class Runs:
         on_device, run, gradient = self._assembly.on_device, mode.run, leaf.grad
         member = id(parameter) in mode.members
         if member and (run is None or not run.checked):
-            mode.check(parameter, on_device, self._assembly.parameters)
+            mode.check(parameter, leaf, on_device, self._assembly.parameters)
         if member and gradient is not None and gradient.layout is not torch.strided:
-            mode.refuse_sparse(parameter)
+            mode.refuse_sparse(leaf)
         guard.phase = Phase.BACKWARD
         takes = on_device is not None and self._taking.takes(parameter, leaf)
         begins = member and run is not None and not run.began
@@ -100,7 +101,7 @@ class Runs:
         if takes and on_device is not None and gradient is not None:
             self._take_beside_updates(on_device, self._registry.record(parameter), leaf)
         if member and run is not None:
-            mode.ready(run, parameter)
+            mode.ready(run, parameter, leaf)
 
     def _take_beside_updates(self, on_device: Backward, record: ParameterRecord | None, leaf: Tensor) -> None:
         """Offload a gradient that backward has just written, while updates of others may run."""
@@ -129,15 +130,20 @@ class Runs:
         if not mode.knows or any(other.ledger.unfinished for other in self._registry.watching.others()):
             return
         look_at_bits(self._registry.marked())
-        order = None if self._assembly.attachment is None else self._assembly.attachment.take_new_order()
+        attachment, weights = self._assembly.attachment, self._assembly.weights
+        order = None if attachment is None else attachment.take_new_order()
         if order is not None:
-            self._registry.order_by_use(order)
+            self._registry.order_by_use(order if weights is None else weights.together(order))
         facts = None if on_device is None else on_device.facts()
         parts = None
         if on_device is not None and facts is not None:
             # The allocator gives released memory to the stream that it was allocated on; see `Preparing`.
             self._ledger.device.owner = self._ledger.device.caller()
             plan, stores = on_device.decide(facts), self._ledger.stores
+            if weights is not None:
+                mode.planned = plan, facts
+                facts = dataclasses.replace(facts, blocks=weights.staying())  # none moves before step()
+                plan = on_device.decide(facts)
             left = facts.left(plan, stores.device.resident_bytes)
             parts = Parts(self._ledger, plan, self._registry.accelerated, facts.workload, on_device.now, left)
         mode.open(self._assembly.groups, parts)

@@ -49,6 +49,11 @@ class Waiting:
         """Return whether hooks have anything to do before parameters are used."""
         return bool(self._ledger.pending) or self.capturing()
 
+    def reads_in_backward(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether a backward that may update is about to read these. Raises as `InBackward.check_use`."""
+        mode = self._assembly.in_backward
+        return mode is not None and mode.reads() and mode.check_use(parameters)
+
     def finish_others(self) -> None:
         """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours."""
         for other in self._registry.watching.others():
@@ -231,6 +236,11 @@ class Waiting:
 
     def weights_ready(self, parameters: Iterable[Tensor], *, wait: bool) -> Sequence[Job] | None:
         """Return the jobs for which the device must wait before it fetches these. wait: as in `Ledger.updates`."""
+        mode = self._assembly.in_backward
+        if mode is not None and mode.reads():
+            if not wait and mode.has_updated(parameters):
+                return None
+            mode.check_use(parameters)
         # Before the first step, and once the last one was settled, homes have their newest values.
         if not self._ledger.pending:
             return ()
@@ -241,7 +251,7 @@ class Waiting:
 
         Blocks for the updates of parameters at home.
         """
-        if self._ledger.pending:
+        if self._ledger.pending and not self.reads_in_backward(parameters):
             self._finish_homes(parameters)
 
     @entry(*ANY, hook=True)

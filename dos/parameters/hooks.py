@@ -179,10 +179,7 @@ class Attachment:
         """Wait for the updates of a module's parameters, which user code is about to read or write."""
         found = [p for p in parameters if p is not None]
         watcher = self._watcher()
-        if watcher is None:
-            return
-        mode = watcher.assembly.in_backward
-        if mode is None or not (mode.reads() and mode.check_use(found)):
+        if watcher is not None and not watcher.waiting.reads_in_backward(found):
             self.finish(found)
 
     before_reading_all = before_reading

@@ -184,9 +184,10 @@ class Report:
             lines += [f"Disk: {size_of(self.disk_bytes)} of state rests there; {self._host()}"]
         if work.blocks:
             count, kept = len(work.blocks), len(self.plan.blocks_on_device)
+            written = ", in which updates write them there" if work.in_backward else ""
             lines += [
                 f"Weights: {kept} of {count} blocks stay on the device; those of the others, "
-                f"{size_of(self._fetched_bytes)}, come from the host for each forward and each backward"
+                f"{size_of(self._fetched_bytes)}, come from the host for each forward and each backward{written}"
             ]
         if self._leaving is not None:
             lines += [f"Saved tensors: {self._saved(*self._leaving)}"]

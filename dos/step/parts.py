@@ -178,4 +178,8 @@ class Parts:
             self._now.first_departure = self.device.mark()
         schedule = schedule_part(self._granted, self._workload, found, list(found))
         callers = set[Caller]().union(*(each.callers for each in part))
+        # A block that backward uses again may be fetched ahead, and no queue has joined that yet.
+        arenas = (each.update.subgroup.arena for each in part)
+        reading = [arena.reading for arena in arenas if arena.streams and arena.reading is not None]
+        behind = [*behind, *reading]
         return self._ledger.issue_part(schedule, subjects, self.plan.order, self._now, callers, behind, arriving)

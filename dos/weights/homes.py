@@ -125,6 +125,12 @@ class WeightHomes:
         """Return the blocks that stay now, by their places in `workload`."""
         return frozenset(i for i, (block, _) in enumerate(self._ordered()) if not block.streams)
 
+    def may_follow(self, staying: frozenset[int], workload: Workload, room: float) -> bool:
+        """Return whether `follow` would move any block, without a look at what the device then denies."""
+        there = self.staying()
+        comes = min(staying - there, default=None)
+        return not there <= staying or (comes is not None and workload.weight_bytes(there | {comes}) <= room)
+
     def follow(self, staying: frozenset[int], workload: Workload, room: float) -> bool:
         """Move blocks so that these stay, by their places in `workload`; return False if some have to wait.
 

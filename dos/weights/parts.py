@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dos.torch_internals.graph import uses_of_leaves
+from dos.torch_internals.modes import writes_gradient
 from dos.torch_internals.module_parameters import own_parameters
 from dos.torch_internals.patches import replace_run_backward
 from dos.torch_internals.tensors import has_gradient_hooks
@@ -50,6 +51,14 @@ def _note_graphs() -> None:
             _running.remove(graph)
 
     replace_run_backward(run)
+
+
+def will_write(parameter: Tensor) -> bool:
+    """Return whether a backward that runs writes the gradient of this leaf, or one around that of this thread."""
+    if writes_gradient(parameter):
+        return True
+    # Torch tells it of the innermost one alone. The graph around a checkpoint that is recomputed has few nodes.
+    return len(_running) > 1 and any(id(parameter) in graph.uses for graph in _running)
 
 
 def check_parts(parameter: Tensor, copy: Tensor, graph: Graph | None = None) -> None:

@@ -40,7 +40,7 @@ _of_model: weakref.WeakKeyDictionary[nn.Module, WeightStream] = weakref.WeakKeyD
 class WeightStream:
     """The blocks of one model. It lives as long as the model, even without its optimizer.
 
-    blocks: in the order of the model.
+    blocks: in the order of the model. updates: whether the watcher updates weights in backward.
     """
 
     # A block's way: `ForwardHooks` fills its copies before its forward, starts to fetch the next block, and releases it
@@ -59,6 +59,7 @@ class WeightStream:
     ) -> None:
         """watcher: the session, whose `waiting` knows the jobs after which homes have their newest values."""
         self.blocks = tuple(blocks.values())
+        self.updates = False
         self._there = there
         # Weak: `_of_model` has this as long as the model lives.
         self._model = weakref.ref(model)
@@ -183,6 +184,12 @@ class WeightStream:
     def _release_unused(self, block: Block) -> None:
         self.fetching.release_unused(block)
 
+    def note_use(self, parameters: Sequence[Tensor]) -> None:
+        """Note that a backward which updates reads these, if one does. Raises as `InBackward.check_use`."""
+        watcher = self.fetching.watcher
+        if watcher is not None:
+            watcher.waiting.reads_in_backward(parameters)
+
     def before_reading(self, parameters: Sequence[Tensor], block: Block | None) -> None:
         """Finish the updates of parameters that user code is about to read or write."""
         if block is not None and block.lost:
@@ -230,6 +237,8 @@ class _Reading:
         stream, block = self._stream(), self._block
         if stream is None or (block is not None and block.exchanging):
             return
+        if stream.updates:
+            stream.note_use(self._parameters)
         if block is not None and block.running:
             # Where it stays its modules wait one by one as they run, and the block may read their weights before.
             watcher = None if block.streams else stream.fetching.watcher

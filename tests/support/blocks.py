@@ -45,11 +45,18 @@ def net(dtype: torch.dtype = torch.bfloat16, blocks: int = 6, run: Any = whole, 
     return model
 
 
-def start(model: nn.Module, weights: Any, capacity: int = 10**8, activations: Any = None, **options: Any) -> DOSAdam:
-    """An optimizer with the model attached. weights: as in `attach`. options: of the optimizer."""
+def start(
+    model: nn.Module,
+    weights: Any,
+    capacity: int = 10**8,
+    activations: Any = None,
+    updates: str = "step",
+    **options: Any,
+) -> DOSAdam:
+    """An optimizer with the model attached. weights, updates: as in `attach`. options: of the optimizer."""
     options = {"device": EmulatedDevice(FAST, capacity), "policy": "cpu", "subgroup_size": 400, **options}
     optimizer = DOSAdam(model.parameters(), lr=1e-2, **{"offload_gradients": True, **options})
-    optimizer.attach(model, weights=weights, activations=activations)
+    optimizer.attach(model, weights=weights, activations=activations, updates=updates)
     return optimizer
 
 
@@ -72,8 +79,10 @@ def train(
 ) -> None:
     """On batches that depend on the step alone."""
     for step in range(first, first + steps):
-        for micro_batch in range(micro_batches):
-            loss(model, 100 * step + micro_batch).backward()
+        with optimizer.no_update():  # but for the last one, where backward updates
+            for micro_batch in range(micro_batches - 1):
+                loss(model, 100 * step + micro_batch).backward()
+        loss(model, 100 * step + micro_batches - 1).backward()
         clip(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -112,6 +121,11 @@ class HomesTouched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if self._inside and any(storage_address(t.untyped_storage()) in self._homes for t in tensors):
+        # A view reads nothing, and updates in backward make some of homes.
+        if (
+            self._inside
+            and not function.is_view
+            and any(storage_address(t.untyped_storage()) in self._homes for t in tensors)
+        ):
             self.found.append(function)
         return function(*args, **(kwargs or {}))

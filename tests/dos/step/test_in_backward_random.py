@@ -24,7 +24,10 @@ SEEDS = int(os.environ.get("DOS_CALLS", "62")) // 10
 
 
 class Machine:
-    """Two models with the same calls, of which the second updates in backward."""
+    """Two models with the same calls, of which the second updates in backward.
+
+    streams: whether weights of the second stream.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -34,12 +37,14 @@ class Machine:
         size = self.random.choice([17, 40, 100, 400]) * (30 if kind.coded else 1)
         settings: dict[str, Any] = {"lr": 0.01, "master_weights": kind.master_weights, "weight_decay": 0.1}
         settings["amsgrad"] = not kind.coded and self.random.random() < 0.3
-        place = self.place = self.random.choice(["host", "adaptive", "plans", "plans", "plans"])
-        self.roomy = self.random.random() < 0.5
+        streams = self.streams = self.random.random() < 0.4
+        places = ["host", "adaptive", "plans", "plans", "plans"]
+        place = self.place = self.random.choice(places[streams:])
+        self.roomy = streams or self.random.random() < 0.5
         capacity = 10**8 if self.roomy else 6_000 * (50 if kind.coded else 1)
         profile = self.random.choice([FAST, SLOW]) if width == 9 else FAST
         self.optimizers, self.models = [], models
-        offload = self.random.random() < 0.4
+        offload = streams or self.random.random() < 0.4
         for model, state_format in zip(models, (kind.formats[-1], kind.formats[0]), strict=True):
             there: dict[str, Any] = {}
             if place != "host":
@@ -57,8 +62,14 @@ class Machine:
 
     def attach(self, updates: str) -> None:
         self.updates = updates
-        for model, optimizer, each in zip(self.models, self.optimizers, ("step", updates), strict=True):
-            optimizer.attach(model, updates=each, activations=self.activations)
+        weights = self.random.choice([0, 2, 1.0, "auto"]) if self.streams else None
+        blocks: list[dict[str, Any]] = [
+            {},
+            {"weights": weights, "blocks": self.models[1].blocks} if self.streams else {},
+        ]
+        every = zip(self.models, self.optimizers, ("step", updates), blocks, strict=True)
+        for model, optimizer, each, streaming in every:
+            optimizer.attach(model, updates=each, activations=self.activations, **streaming)
 
     activations: Any = None
 
