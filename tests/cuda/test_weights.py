@@ -63,12 +63,14 @@ class Waves(nn.Module):
         return x.float().square().mean()
 
 
-def start(weights: Any, policy: Any = "cpu", run: Any = RUNS[0], **options: Any) -> tuple[Waves, DOSAdam]:
+def start(
+    weights: Any, policy: Any = "cpu", run: Any = RUNS[0], updates: str = "step", **options: Any
+) -> tuple[Waves, DOSAdam]:
     """A model built on the host, and its optimizer. weights: None: all are on the device."""
     model = Waves(run) if weights is not None else Waves(run).to(DEVICE)
     options = {"lr": 1e-2, "policy": policy, "subgroup_size": 500_000 // SHRINK, "profile": "h100", **options}
     optimizer = DOSAdam(model.parameters(), device=DEVICE, offload_gradients=True, **options)
-    optimizer.attach(model, weights=weights)
+    optimizer.attach(model, weights=weights, updates=updates)
     return model, optimizer
 
 
@@ -103,6 +105,23 @@ def steps(model: Waves, optimizer: DOSAdam, count: int = 4, micro_batches: int =
     for step in range(count):
         iteration(model, optimizer, step, micro_batches)
     return []
+
+
+def added_up(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
+    """Of two micro-batches each, of which the last one updates where backward does."""
+    for step in range(5):
+        with optimizer.no_update():
+            model(batch(100 * step + 1)).backward()
+        iteration(model, optimizer, step)
+    return []
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "resident"])
+@pytest.mark.parametrize("run", RUNS)
+def test_updates_in_backward(policy: Any, run: Any) -> None:
+    expected = trained(added_up, None)
+    for weights in (0, 2, 1.0):
+        assert trained(added_up, weights, policy, run, updates="backward") == expected
 
 
 def edited(model: Waves, optimizer: DOSAdam) -> list[Tensor]:
