@@ -113,9 +113,12 @@ class Backward:
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
         if self.weights is None and not self.updates:
             late = self.now.travels or 2 * self.now.left > self.now.gradients
-            known = pace.backward.known and not self._registry.offloaded.enabled
-            if late or known or reduced_parameters():
+            if late or reduced_parameters():
                 backward_s = pace.backward.seconds
+            # Not how long it lasted from the first one that left: a plan that sends few of them chooses when that is,
+            # and the next plan would believe it.
+            elif pace.backward.known and not pace.backward.seconds and not self._registry.offloaded.enabled:
+                backward_s = 0.0
         if self.weights is not None:
             weights, weight_bytes = self.weights.workload(), self.weights.nbytes
         if self._registry.offloaded.enabled:

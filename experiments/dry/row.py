@@ -238,7 +238,8 @@ def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
     report, forward_s = decisions.ended, decisions.pace.forward.seconds
     scope = Scope.beside(report.workload)
     predicted_s = exposed(report.plan, report.workload, decisions.profile or of.profile, scope)
-    predicted_s += scope.compute_s(report.workload) + (0.0 if report.workload.forward_s else forward_s)
+    # The workload has only the part of backward beside which gradients leave, and no forward where none runs beside it.
+    predicted_s += forward_s + max(decisions.pace.rest.seconds, report.workload.backward_s)
     return {"plan": text, "believed_forward_ms": _ms(forward_s), "predicted_ms": _ms(predicted_s)}
 
 

@@ -18,6 +18,7 @@ from perfmodel.policies import stride
 from perfmodel.schedule import schedule
 from perfmodel.scope import Scope
 from perfmodel.simulate import makespan, serve, simulate
+from tests.support.inside import session_of
 from tests.support.training import FAST, mlp, profile, train
 
 BELIEVED = profile(
@@ -43,6 +44,20 @@ def test_the_adaptive_policy_plans_anew_on_what_it_learns() -> None:
         policy.observe(schedule(plan, work), work, simulate(plan, work, truth))
     after = policy(work)
     assert len(after.served(Placement.CPU)) < len(before.served(Placement.CPU))
+
+
+def test_no_plan_chooses_how_long_gradients_may_leave() -> None:
+    """One that sends few, late in backward, made the next one believe that backward was short."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, capacity=10**7))
+    train(model, optimizer, 2)
+    on_device = session_of(optimizer).assembly.on_device
+    pace, found = on_device.decisions.pace, []
+    for left_s in (0.0, 0.01, 0.1):
+        pace.rest.restart(0.12)
+        pace.backward.restart(left_s)
+        found.append(on_device.facts().workload.backward_s)
+    assert found == [0.0, 0.12, 0.12], "0: none can leave"
 
 
 def test_other_policies_are_asked_once_for_each_workload() -> None:
