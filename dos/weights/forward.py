@@ -96,7 +96,6 @@ class ForwardHooks:
             self.set_homes()
             self._begin_order()
         self._running += 1
-        self._order.interrupt()
 
     def _begin_order(self) -> None:
         """Begin to note the order in which blocks are used."""

@@ -36,7 +36,7 @@ class UseOrder:
         self._used[block] = None
 
     def interrupt(self) -> None:
-        """Let the block that is used next follow none: another forward begins, or goes on."""
+        """Let the block that is used next follow none: a forward within another has ended."""
         self._last_run = None
 
     def is_used_again(self, block: Block) -> bool:

@@ -471,6 +471,20 @@ def test_state_gives_way_to_a_block_that_is_needed() -> None:
     assert everything(model, optimizer) == everything(other, reference)
 
 
+def test_blocks_that_were_fetched_ahead_give_way_before_state_does() -> None:
+    model, device, x = net(), FaultyDevice(), torch.ones(8, 16, dtype=torch.bfloat16)
+    optimizer = start(model, 0, device=device)
+    train(model, optimizer, 1)
+    blocks = session_of(optimizer).assembly.weights.stream.blocks
+    with torch.no_grad():
+        model.blocks[0](x)
+        assert blocks[1].filled
+        device.fail("refill", 1)
+        model.blocks[3](x)
+    assert device.hit == "refill"
+    assert not blocks[1].filled
+
+
 def test_backward_of_a_graph_from_before_a_step_is_refused() -> None:
     """It would compute with the weights that the step has made. All of them stream."""
     model = net().requires_grad_(False)

@@ -261,6 +261,46 @@ def test_weights_that_are_written_between_calls_of_a_method(write: Callable[...,
     assert end(weights) == end(None)
 
 
+def test_weights_that_are_written_after_blocks_have_run_by_themselves() -> None:
+    """Of which no hook tells that they have ended."""
+
+    def end(weights: Any) -> list[bytes]:
+        model, seen = Stack(Parts), list[Tensor]()
+        optimizer, references = start(model, weights), list(model.parameters())
+        train(model, optimizer, 1)
+        optimizer.synchronize()
+        for _ in range(2):
+            x = model.first(inputs(0, model))
+            for block in model.blocks:
+                x = block(x)
+            seen.append(x.detach())
+            swap(model, references, 0.1)
+        return bits(seen)
+
+    assert end(2) == end(0) == end(None)
+
+
+def test_a_forward_within_another_leaves_the_order_of_blocks_as_it_is() -> None:
+    """As where a handler of a signal evaluates the model."""
+    model, device = net(), Watched()
+    optimizer = start(model, 0, device=device)
+
+    def evaluate(*_: object) -> None:
+        handle.remove()
+        with torch.no_grad():
+            model(inputs(9, model))
+
+    handle = model.blocks[2].register_forward_hook(evaluate)
+    train(model, optimizer, 2, micro_batches=1)
+    device.fetched.clear()
+    train(model, optimizer, 1, micro_batches=1)
+    assert device.fetched == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+    device.fetched.clear()
+    with torch.no_grad():
+        model(inputs(9, model))
+    assert device.fetched == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_method_fetches_blocks_ahead_in_each_call_and_none_in_vain() -> None:
     model, device = Method(), Watched()
     optimizer = start(model, 0, device=device)

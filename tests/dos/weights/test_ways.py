@@ -52,6 +52,17 @@ def test_a_weight_is_on_the_device_however_it_is_reached(kind: Callable[[], nn.M
     assert end(0) == end(None) == (end(1, again=0) if again else end("auto", again=1.0))
 
 
+def test_a_hook_of_backward_that_lists_parameters_has_homes() -> None:
+    """Though a part was recomputed, for which the block's modules have copies."""
+    model, found = Stack(PartAgain), list[int]()
+    optimizer, block = start(model, 0), model.blocks[2]
+    homes = [id(p) for p in block.parameters()]
+    block.one.register_full_backward_hook(lambda *_: found.extend(id(p) for p in block.parameters()))
+    loss(model, 0).backward()
+    assert found == homes
+    optimizer.step()
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", [Keeps, PartAgain])
 def test_a_model_that_is_checkpointed_whole(kind: Callable[[], nn.Module], use_reentrant: bool) -> None:
