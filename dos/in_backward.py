@@ -24,7 +24,7 @@ from dos.parameters.watching import first_hooked
 from dos.planning.decide import Facts
 from dos.rules.base import Rule
 from dos.sharding.ddp import reduced_parameters, several_ranks
-from dos.sharding.local import is_sharded
+from dos.sharding.local import is_sharded, version
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.ledger import Ledger
@@ -97,6 +97,12 @@ _SCALED = (
 _SET = (
     "user code has set p.grad of a parameter of shape {} between backward and step(), when attach(updates='backward') "
     "has taken its gradient; edit gradients in hooks of parameter.register_hook()"
+)
+
+
+_WRITTEN = (
+    "user code wrote to a parameter of shape {} between backward and step(), when backward had updated it, as "
+    "attach(updates='backward') says; write to parameters after step(), or attach the model without updates="
 )
 
 
@@ -489,6 +495,10 @@ class InBackward:
             if now != before:
                 name, old, new = _first_difference(before, now)
                 raise RuntimeError(_CHANGED.format(number, name, old, new))
+        # Of those whose update still runs user code cannot have read the module's attribute, as to write to it.
+        for record in self._updated.difference(self._ledger.unfinished):
+            if record is not None and version(record.parameter) != record.version:
+                raise RuntimeError(_WRITTEN.format(tuple(record.parameter.shape)))
 
     def restore(self) -> None:
         """Give the gradients that wait for `step()` back to `p.grad`. Raises RuntimeError if user code has set one."""

@@ -448,6 +448,30 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     assert not first or bits(model.parameters()) == before
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"policy": "stride:2"}, {"offload_gradients": True}, {"dtype": torch.bfloat16}]
+)
+def test_a_write_to_a_parameter_that_backward_has_updated_is_refused(settings: dict[str, Any], kept: bool) -> None:
+    """Before it has updated any, the write counts as with updates in `step()`."""
+    settings = dict(settings)
+    model = mlp(settings.pop("dtype", torch.float32))
+    optimizer, weight = attached(model, **settings), model[0].weight
+    for step in range(3):
+        loss_of(model, step).backward()
+        with torch.no_grad():
+            if not step:
+                weight.mul_(0.5)
+        optimizer.step()
+    loss_of(model, 3).backward()
+    if kept:
+        optimizer.synchronize()
+    with torch.no_grad():
+        (weight if kept else model[0].weight).mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"wrote to a parameter of shape \(.*\) between backward and step\(\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
