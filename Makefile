@@ -32,9 +32,9 @@ quick: lint
 
 # A GPU is hidden from all but tests/cuda: ranks, emulated devices and forks are meant to be on the CPU.
 # One process skips tests/cuda where there is no GPU: each worker would import all of it first.
-# Four workers: tests wait a third of their time. Long files first, during which other workers would be idle at the end.
+# Five workers: tests wait a fifth of their time. Long files first, during which other workers would be idle at the end.
 test: $(COMPLETE)
-	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 4 --dist loadfile --no-loadscope-reorder tests/simdev tests/experiments tests/project tests --ignore tests/cuda
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m "not clock and not slow" -n 5 --dist loadfile --no-loadscope-reorder tests/simdev tests/experiments tests/project tests --ignore tests/cuda
 	$(BIN)/python -m pytest -q -r s -n $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dxg),2,0) --dist load tests/cuda
 
 # What takes minutes: documented commands at their smallest size, and properties with four times as many examples; and

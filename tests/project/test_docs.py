@@ -195,6 +195,7 @@ def test_messages_are_in_alphabetical_order() -> None:
     assert all(text.startswith(letter.lower()) for letter, text in found)
 
 
+@pytest.mark.slow
 def test_pages_build_without_warnings(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[docs]'")

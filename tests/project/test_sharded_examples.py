@@ -68,7 +68,13 @@ def test_fsdp2_goes_on_from_its_newest_checkpoint(pair: Ranks, tmp_path: Path) -
         assert left_early
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if "accelerate" in packages else ())
+        for name, packages in NEEDS.items()
+    ],
+)
 def test_without_torchrun_an_example_says_how_to_start_it(name: str) -> None:
     if any(importlib.util.find_spec(module) is None for module in NEEDS[name]):
         pytest.skip(f"{NEEDS[name]} is not installed")

@@ -127,7 +127,7 @@ def test_the_folder_of_a_model(nested: bool, tmp_path: Path) -> None:
     "line",
     [
         "--params 7e9 --machine rtx-4090 --checkpointing --host 70GB",
-        "--params 7e9 --machine a100-40 --batch 32 --host 128GB",
+        pytest.param("--params 7e9 --machine a100-40 --batch 32 --host 128GB", marks=pytest.mark.slow),
         "--params 60e9 --machine h100 --ranks 8 --host 1024GB",
         "--params 70e9 --machine h100 --fsdp --offload-gradients --accumulation 4",
     ],
@@ -325,7 +325,9 @@ def test_assumptions_about_accumulation_and_the_loss() -> None:
     assert several["largest_sequence"] < fused["largest_sequence"]
 
 
-@pytest.mark.parametrize("gpu", ["79GiB", "24GiB", "79GiB --fsdp --offload-parameters"])
+@pytest.mark.parametrize(
+    "gpu", [pytest.param("79GiB", marks=pytest.mark.slow), "24GiB", "79GiB --fsdp --offload-parameters"]
+)
 def test_a_picture(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = pytest.importorskip("perfmodel.planner.picture")
     monkeypatch.setattr(picture, "POINTS", 3)
