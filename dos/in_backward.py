@@ -99,12 +99,10 @@ _SET = (
     "has taken its gradient; edit gradients in hooks of parameter.register_hook()"
 )
 
-
 _WRITTEN = (
     "user code wrote to a parameter of shape {} between backward and step(), when backward had updated it, as "
     "attach(updates='backward') says; write to parameters after step(), or attach the model without updates="
 )
-
 
 STATE_READ = (
     "optimizer.state was read, or a state dict loaded, after a backward that has updated state, and before step() has "

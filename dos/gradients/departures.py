@@ -96,7 +96,7 @@ class Departures:
         """Whether gradients are untouched, as far as this step has looked."""
         self._seen: dict[ParameterRecord, _Seen] = {}
         self._with_bits: dict[ParameterRecord, _Seen] = {}
-        """Those of which a token of this iteration has had bits."""
+        """The records of which a token of this iteration has had bits."""
         self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
         self._fired_last = 0

@@ -50,7 +50,7 @@ class Reconciler:
         self._registry = registry
         self._rule = rule
         self._steady: Steady | None = None
-        """What the last look has found, if that was the same as the one before."""
+        """The findings of the last look, if they were those of the one before."""
         self._last: list[ParameterRecord] = []
         """The records of the last look, if all were settled."""
 
