@@ -213,7 +213,7 @@ class InBackward:
         self._callers: dict[Subgroup, set[Caller]] = {}
         self._groups: dict[int, tuple[Group | None, frozenset[str]]] = {}
         self._setting: tuple[Group | None, float, int] = None, 0.0, 0
-        self._updated: set[ParameterRecord | None] = set()
+        self._updated: set[ParameterRecord] = set()
         """The records of which any piece is in `issued`."""
         self.complete, self.issued, self._parts, self._ledger.held = [], set(), None, None
         self.planned = None
@@ -495,7 +495,7 @@ class InBackward:
                 raise RuntimeError(_CHANGED.format(number, name, old, new))
         # Of those whose update still runs user code cannot have read the module's attribute, as to write to it.
         for record in self._updated.difference(self._ledger.unfinished):
-            if record is not None and version(record.parameter) != record.version:
+            if version(record.parameter) != record.version:
                 raise RuntimeError(_WRITTEN.format(tuple(record.parameter.shape)))
 
     def restore(self) -> None:
