@@ -33,6 +33,8 @@ class Answer:
     limit: the memory that the job does not fit into, else the resource that works longest.
     best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.
     fastest: the settings and the batch of most tokens per second with AdamW's results; None if nothing fits.
+    levers: changes that would help, if it fits; else the remedies say with which it does.
+    remedies_at_best: each remedy's question with the batch of most tokens per second, and its outcome.
     largest_parameters: of a model of the usual shape; 0 if not even the smallest fits, for smallest_lacks.
     largest_batch, largest_sequence: each with the other as it was asked for; 0 if none fits.
     """
@@ -66,8 +68,9 @@ class Answer:
         self.limit = situation.lacking[0] if situation.lacking else max(self.busy_s, key=self.busy_s.__getitem__)
         self.best_batch = fastest_batch(question)
         self.fastest: Fastest | None = fastest(question)
-        self.levers = tuple(levers(question, self.best))
+        self.levers = tuple(levers(question, self.best)) if situation.fits else ()
         self.remedies = tuple(remedies(situation))
+        self.remedies_at_best = tuple(fastest_batch(each.situation.question) for each in self.remedies)
         self.largest_parameters = largest(question)
         self.smallest_lacks: list[str] = []
         if not self.largest_parameters:

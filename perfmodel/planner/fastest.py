@@ -15,6 +15,8 @@ from perfmodel.planner.whatif import AUTO, STREAM, WORTHWHILE, most
 
 _Choices = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
+SHARDED = ({"fsdp": True}, {"fsdp": False})
+"""A choice for several GPUs."""
 CHOICES: _Choices = (
     (AUTO, {"offload_activations": 0.0}),
     ({"checkpointing": True}, {"checkpointing": False}),
@@ -56,7 +58,9 @@ class Fastest:
         most = self._share_accumulating(ACCUMULATIONS[-1])
         if most * (1 - WORTHWHILE) <= self.compute_share:
             return None
-        enough = NEARLY_ALL if most >= NEARLY_ALL else NEARLY_ALL * most
+        enough = NEARLY_ALL
+        if most < enough:  # nearly all that more micro-batches gain
+            enough = self.compute_share + NEARLY_ALL * (most - self.compute_share)
         shares = ((count, self._share_accumulating(count)) for count in ACCUMULATIONS)
         return next((count, share) for count, share in shares if share >= enough)
 
@@ -102,11 +106,12 @@ def fastest(question: Question) -> Fastest | None:
     All are taken that the question permits. Then each is left out with which the job is not faster by more than
     WORTHWHILE, in two orders: checkpointing is slower than saved tensors on the host for some jobs, faster for others.
     """
-    allowed = [n for n, choice in enumerate(CHOICES) if _with(question, [choice]) is not None]
+    choices = _choices(question)
+    allowed = [n for n, choice in enumerate(choices) if _with(question, [choice]) is not None]
 
     @functools.cache
     def found(taken: tuple[int, ...]) -> Fastest | None:
-        return _at_best(question, [CHOICES[n] for n in taken])
+        return _at_best(question, [choices[n] for n in taken])
 
     ways = [_fewest(found, allowed, order) for order in (allowed, [*allowed[1:], *allowed[:1]])]
     return max(filter(None, ways), key=lambda each: each.tokens_per_s, default=None)
@@ -128,9 +133,14 @@ def _fewest(
     return result
 
 
+def _choices(question: Question) -> _Choices:
+    several = question.ranks > 1 and not question.offload_parameters
+    return (*CHOICES, SHARDED) if several else CHOICES
+
+
 def _with(question: Question, taken: _Choices) -> Question | None:
     """Return the question with these choices and without the others; None if they exclude each other."""
-    changes = {name: value for choice in CHOICES if choice not in taken for name, value in choice[1].items()}
+    changes = {name: value for choice in _choices(question) if choice not in taken for name, value in choice[1].items()}
     changes |= {name: value for choice in taken for name, value in choice[0].items()}
     try:
         return question.replace(**changes)

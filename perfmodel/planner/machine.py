@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
@@ -151,6 +153,8 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
         note += f", of {source.machine}"
     notes = [note if source.source == "measured" else f"{note}; measure yours with python -m dos.calibrate"]
     if asked is None and gpu is None:
+        if profile.name == UNKNOWN:
+            raise ValueError("no GPU is named; pass --machine, such as rtx-4090, or its memory: --gpu 24GB")
         raise ValueError(f"how much memory the GPU of {profile.name} has is not known: pass --gpu, such as 24GB")
     device_bytes = gpu.memory_bytes if gpu is not None else 0
     if asked is not None and asked.nominal and gpu is not None and asked.nbytes == gpu.nominal_gib * 2**30:
@@ -173,6 +177,9 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
 def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     """The rates of the machine of that name, and its GPU, if that is known."""
     known, names = builtin_profiles(), (*ALIASES, *CARDS, *builtin_profiles())
+    as_file = name.endswith(".json") or Path(name).exists()
+    if not as_file:
+        name = _spelled(name, names)
     profile = ALIASES.get(name, name)
     if profile in known:
         return known[profile], GPUS.get(profile)
@@ -185,8 +192,22 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
         rates["gpu_update_rate"] = 0.8 * card.bandwidth / MIXED.update_traffic
         provenance = Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0, {card.lanes} lanes); {host}")
         return known[card.host].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
-    if name.endswith(".json") or Path(name).exists():
+    if as_file:
         return HardwareProfile.load(name), None
-    similar = get_close_matches(name.lower(), names, n=5)
-    there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(names)}"
-    raise ValueError(f"no machine {name!r}; {there} (or pass the file of a profile)")
+    beginning = [each for each in (*ALIASES, *CARDS) if _letters(each).startswith(_letters(name) or " ")]
+    similar = beginning or get_close_matches(name.lower(), names, n=3)
+    there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join((*ALIASES, *CARDS))}."
+    raise ValueError(f"no machine {name!r}; {there} For another GPU pass its memory (--gpu 24GB) or a profile's file")
+
+
+def _letters(name: str) -> str:
+    """A name as it is compared: `NVIDIA GeForce RTX 4090` and `rtx_4090` are `4090`."""
+    return re.sub(r"nvidia|geforce|tesla|rtx|sxm\d?|pcie|hbm\de?|gb|[^a-z0-9]", "", name.lower())
+
+
+def _spelled(name: str, names: Sequence[str]) -> str:
+    """The machine that is meant, by another spelling or as drivers and data sheets name its GPU; else the same text."""
+    gpus = {each: GPUS[profile].name for each, profile in ALIASES.items()}
+    gpus |= {each: card.gpu.name for each, card in CARDS.items()}
+    meant = (each for each in names if _letters(name) in (_letters(each), _letters(gpus.get(each, each))))
+    return name if name in names else next(meant, name)

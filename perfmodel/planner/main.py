@@ -34,6 +34,7 @@ from perfmodel.planner.units import (
     format_bytes,
     format_count,
     format_rate,
+    format_tflops,
     parse_memory,
     parse_parameters,
     parse_positive,
@@ -122,7 +123,7 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     machine = find_machine(asked.machine, asked.gpu)
     dtype = settings.get("dtype", Question.dtype)
     rate, source = machine.flops_rate(dtype, asked.tflops, asked.utilisation)
-    reached = f"forward and backward reach {rate / 1e12:.3g} TFLOP/s per GPU"
+    reached = f"forward and backward reach {format_tflops(rate)} per GPU"
     notes = [*machine.notes, f"{reached}: {source} (--utilisation, --tflops)"]
     settings |= {"flops_rate": rate, "flops_source": source, "fabric": _fabric(asked, machine)}
     host: Memory | None = settings.get("host_bytes")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from json import dumps as quoted
 from typing import Any
 
 from rich import box
@@ -10,12 +12,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from perfmodel.format import INT8
 from perfmodel.planner.answer import Answer
 from perfmodel.planner.fastest import Fastest
+from perfmodel.planner.machine import UNKNOWN
 from perfmodel.planner.outcome import CPU_ONLY, FUSED
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
-from perfmodel.planner.units import format_bytes, format_count, format_seconds
+from perfmodel.planner.units import format_bytes, format_count, format_seconds, format_tflops
 from perfmodel.planner.whatif import Effect
 
 EFFECTS = {
@@ -27,6 +31,10 @@ ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK
 """Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
 """Shares of the time below this are printed as no change."""
+LITTLE = 0.03
+"""Shares of the time below this are no gain worth another optimizer."""
+RESOURCES = {"GPU": "the GPU", "CPU": "the CPU", "H2D": "PCIe to the GPU", "D2H": "PCIe to the host"}
+"""Names of the resources of a bound, as those of the job have them."""
 UNLIMITED = 1 << 16
 """Columns, more than any table has."""
 NEARLY = 0.9
@@ -59,28 +67,39 @@ def _headline(answer: Answer) -> Iterator[str]:
     """Yield the answer in a few sentences."""
     question = answer.question
     ranks = f" on {question.ranks} GPUs" if question.ranks > 1 else ""
-    what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {question.profile.name}"
+    machine = question.profile.name
+    if machine == UNKNOWN:
+        machine = f"a GPU of {format_bytes(question.device_bytes)}"
+    what = f"{format_count(question.model.numel)} parameters in {question.dtype}{ranks}, {machine}"
     if answer.fastest:
         yield from _fastest(answer.fastest)
-    yield from (f"{what}: DOES NOT FIT. {reason}" for reason in _missing(answer.situation))
+    if reasons := " ".join(_missing(answer.situation)):
+        yield f"{'As asked, ' if answer.fastest else ''}{what}: DOES NOT FIT. {reasons}"
     if not answer.situation.fits and answer.alternative:
         yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
-    for remedy in answer.remedies:
-        seconds, memory = remedy.outcome.iteration_s, remedy.situation
-        takes = f"; an iteration takes {format_seconds(seconds)}" if seconds else ""
+    for remedy, found in zip(answer.remedies, answer.remedies_at_best, strict=True):
+        memory, asked = remedy.situation, remedy.situation.question
+        trains = _tokens(asked, asked.step_tokens / remedy.outcome.seconds)
+        if found and found[0].batch > asked.batch:
+            trains += f", {found[0].step_tokens / found[1].seconds:,.0f} with --batch {found[0].batch}"
         yield (
             f"It fits {remedy.change}: the GPU then needs {format_bytes(memory.peak)}, the host "
-            f"{format_bytes(memory.host_needed)}{takes}{EFFECTS.get(remedy.effect, '')}."
+            f"{format_bytes(memory.host_needed)}; {trains}{EFFECTS.get(remedy.effect, '')}."
         )
     if answer.best_batch:
         best, outcome = answer.best_batch
         tokens, takes = _tokens(best, best.step_tokens / outcome.seconds), format_seconds(outcome.seconds)
         fits = f"{what}: fits; " if answer.situation.fits else "At a smaller batch it does: "
         comma = "," if question.ranks > 1 else ""
-        yield f"{fits}{tokens}{comma} at the best batch that fits, {_batch(best)} ({takes} an iteration)."
+        rate = f"{tokens}{comma} at the best batch that fits, {_batch(best)}"
+        if answer.fastest and answer.fastest.question == best:
+            rate = "the first line's batch is the best that fits"
+        yield f"{fits}{rate} ({takes} an iteration)."
     if question.flops_source and (answer.best_batch or answer.remedies):
-        rate = f"{question.flops_rate / 1e12:.3g} TFLOP/s"
-        yield f"That assumes that forward and backward reach {rate} per GPU: {question.flops_source}."
+        yield (
+            f"That assumes that forward and backward reach {format_tflops(question.flops_rate)} per GPU: "
+            f"{question.flops_source}."
+        )
     if answer.situation.fits:
         yield from _expected(answer)
         if moved := answer.offloaded:
@@ -102,12 +121,30 @@ def _fastest(best: Fastest) -> Iterator[str]:
     if more := best.accumulating():
         share += f", {more[1]:.0%} with --accumulation {more[0]}"
     tokens = _tokens(asked, best.tokens_per_s)
-    yield f"Fastest with AdamW's results: {words}: {tokens}, {_batch(asked)} ({share})."
-    optimizer = "DOSAdam(..., offload_gradients=True)" if asked.offload_gradients else "DOSAdam(...)"
-    parts = {"weights": asked.streams, "activations": asked.offload_activations == "auto"}
-    attach = "".join(f', {name}="auto"' for name, wanted in parts.items() if wanted)
-    if not asked.offload_parameters:
-        yield f"In code: optimizer = {optimizer}; optimizer.attach(model{attach})."
+    exact = "moments in 8 bits" if asked.state_format == INT8 else "AdamW's results"
+    yield f"Fastest with {exact}: {words}: {tokens}, {_batch(asked)} ({share})."
+    yield f"In code{', with the model on the host' if asked.streams else ''}: {_code(asked)}."
+
+
+def _code(asked: Question) -> str:
+    """The calls that set what the question says of the optimizer."""
+    settings = {
+        'device="cuda"': asked.streams,
+        "offload_gradients=True": asked.offload_gradients,
+        f'state_format="{asked.state_format}"': asked.state_format,
+        'disk="DIRECTORY"': asked.disk_bytes is not None,
+    }
+    share = asked.offload_activations
+    parts = {
+        f"weights={0 if asked.weights == 'stream' else quoted(asked.weights)}": asked.streams,
+        f"activations={quoted(share)}": share,
+    }
+    made = ", ".join(["...", *(text for text, wanted in settings.items() if wanted)])
+    attached = ", ".join(["model", *(text for text, wanted in parts.items() if wanted)])
+    calls = [f"optimizer = DOSAdam({made})"]
+    if asked.fsdp:
+        calls.insert(0, "fully_shard(...) of each block and the model")
+    return "; ".join([*calls, f"optimizer.attach({attached})"] if asked.attach else calls)
 
 
 def _missing(situation: Situation) -> Iterator[str]:
@@ -166,11 +203,12 @@ def _expected(answer: Answer) -> Iterator[str]:
         all_resident = situation.room >= situation.state_bytes
         share = 1.0 if all_resident else answer.resident_state / situation.state_bytes
         yield f"{share:.0%} of the optimizer state can stay on the GPU then."
-        limit = f"What limits the update is {bound.binding}, to {format_seconds(bound.seconds)} at least"
+        busiest = RESOURCES.get(bound.binding, bound.binding)
+        limit = f"What limits the update is {busiest}, to {format_seconds(bound.seconds)} at least"
         if best.exposed_s is not None and best.exposed_s < 0.05 * best.seconds:
             limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
         yield f"{limit}."
-        if FUSED in seconds:
+        if seconds.get(FUSED, math.inf) < (1 + LITTLE) * best.seconds:
             yield "All of AdamW's state fits on the GPU as it is: DOSAdam gains nothing until memory is short."
     share = answer.busy_s[answer.limit] / best.seconds
     if share >= NEARLY:

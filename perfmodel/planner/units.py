@@ -144,6 +144,12 @@ def format_rate(rate: float) -> str:
     return f"{value:.3g} {unit}"
 
 
+def format_tflops(rate: float) -> str:
+    """Write FLOP/s as data sheets do: `63.9 TFLOP/s`, `1,350 TFLOP/s`."""
+    value = rate / 1e12
+    return f"{value:,.0f} TFLOP/s" if value >= 999.5 else f"{value:.3g} TFLOP/s"
+
+
 def format_count(count: float) -> str:
     """Write a count with three digits and a suffix: `6.74B`."""
     value, unit = _in_unit(count, _NUMBERS)

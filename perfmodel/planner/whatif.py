@@ -132,6 +132,8 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
         yield {"chosen_size": smaller}
     if not question.streams:
         yield {"attach": False}
+    if question.ranks > 1:
+        yield {"fsdp": True}
     yield from ({"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
         if question.ranks == 1 and not question.fsdp:

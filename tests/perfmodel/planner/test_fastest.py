@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
+import torch
 
+from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fastest import CHOICES, _with, fastest, fastest_batch
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.whatif import WORTHWHILE
-from tests.support.planner import answer, asked, text
+from perfmodel.planner.text import _code, _fastest
+from perfmodel.planner.whatif import WORTHWHILE, _settings
+from tests.support.planner import answer, asked, text, typed
 
 
 def test_no_other_choice_is_faster() -> None:
@@ -30,8 +35,9 @@ def test_the_options_that_are_said_give_what_is_said(capsys: pytest.CaptureFixtu
     """As they are typed behind those of the question; and with the micro-batches, too."""
     line = "--params 1.5e9 --machine rtx-4090 --host 64GB"
     first, second, *_ = text(line, capsys).splitlines()
-    assert (
-        second == 'In code: optimizer = DOSAdam(..., offload_gradients=True); optimizer.attach(model, weights="auto").'
+    assert second == (
+        'In code, with the model on the host: optimizer = DOSAdam(..., device="cuda", offload_gradients=True); '
+        'optimizer.attach(model, weights="auto").'
     )
     change, _, rest = first.removeprefix("Fastest with AdamW's results: ").partition(": ")
     question = asked(*line.split(), *change.split())[0]
@@ -42,6 +48,79 @@ def test_the_options_that_are_said_give_what_is_said(capsys: pytest.CaptureFixtu
     count = int(rest.removesuffix(").").split()[-1])
     longer = Situation(question.replace(micro_batches=count))
     assert longer.training_s / adaptive_outcome(longer).seconds >= 0.97
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "--no-attach",
+        "--offload-gradients --weights auto --offload-activations auto --state-format int8",
+        "--offload-gradients --weights stream --offload-activations 0.5 --host 64GB --disk 1TB",
+        "--state-format float32 --offload-gradients",
+    ],
+)
+def test_the_code_that_is_said_runs(settings: str, tmp_path: Path) -> None:
+    """With parameters for the dots, a folder, and an emulated device for the GPU."""
+    from dos import DOSAdam, EmulatedDevice
+
+    asked_for = asked(*f"--params 1e9 --machine rtx-4090 {settings}".split())[0]
+    block = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(3)]
+    model = torch.nn.Sequential(torch.nn.ModuleList(block))
+    device = EmulatedDevice(HardwareProfile.builtin("unknown"), capacity=2**21)
+    code = _code(asked_for).replace("...", "list(model.bfloat16().parameters())").replace("DIRECTORY", str(tmp_path))
+    if 'device="cuda"' not in code:  # the model is on the device
+        code = code.replace("parameters())", "parameters()), device=device")
+    names = {"DOSAdam": DOSAdam, "model": model, "device": device}
+    exec(code.replace('"cuda"', "device"), names)
+    assert isinstance(names["optimizer"], DOSAdam)
+    shown = {"offload_gradients=": "--offload-gradients", "state_format=": "--state-format", "disk=": "--disk"}
+    shown |= {"weights=": "--weights", "activations=": "--offload-activations"}
+    assert {part for part in shown if part in code} == {part for part, each in shown.items() if each in settings}
+
+
+def test_eight_bits_are_not_called_adamws_results() -> None:
+    found = fastest(asked(*["--params", "7e9", "--machine", "h200", "--batch", "2", "--state-format", "int8"])[0])
+    assert found is not None
+    assert next(_fastest(found)).startswith("Fastest with moments in 8 bits: ")
+
+
+def test_several_gpus_share_the_model_where_that_is_faster() -> None:
+    question = asked(*["--params", "13e9", "--machine", "a100-80", "--ranks", "2"])[0]
+    found, divided = fastest(question), fastest(question.replace(fsdp=True))
+    assert found is not None
+    assert divided is not None
+    assert "--fsdp" in found.change
+    assert found.tokens_per_s == pytest.approx(divided.tokens_per_s, rel=0.02)
+    _, code = _fastest(found)
+    assert code.startswith("In code: fully_shard(...) of each block and the model; optimizer = ")
+    assert {"fsdp": True} in [*_settings(question)]
+    assert {"fsdp": True} not in [*_settings(question.replace(ranks=1))]
+    # More micro-batches are said only where they gain.
+    _, share = divided.accumulating() or (0, 1.0)
+    assert share > divided.compute_share + 0.009
+
+
+def test_nothing_is_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where only the batch is changed, its rate stands in the first line alone; and no change both mends and helps."""
+    shown = text("--params 7e9 --machine h200", capsys)
+    assert shown.count(f"{typed('--params 7e9 --machine h200').fastest.tokens_per_s:,.0f} tokens/s") == 1
+    assert "7B parameters in bf16, h200_node: fits; the first line's batch is the best that fits (" in shown
+    shown = text("--params 3e9 --gpu 8 --host 64", capsys)
+    assert "As asked, 3B parameters in bf16, a GPU of 7.8 GiB: DOES NOT FIT. Without any" in shown
+    assert "It fits with" in shown
+    assert "What would help" not in shown
+    assert "unknown" not in shown
+
+
+def test_remedies_say_what_they_train(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--params 3e9 --machine rtx-3060 --host 32GB"
+    shown = text(line, capsys)
+    assert shown.count("DOES NOT FIT") == 1
+    found = typed(line).remedies[0]
+    rate = found.situation.question.step_tokens / found.outcome.seconds
+    assert f"It fits {found.change}: the GPU then needs 7.2 GiB, the host 39.1 GiB; {rate:,.0f} tokens/s." in shown
+    assert re.search(r"--disk 1TB: .*; \d+ tokens/s, \d+ with --batch \d\.\n", shown)
 
 
 def test_nothing_is_said_where_nothing_fits() -> None:

@@ -39,11 +39,12 @@ text.json --gpu 9GiB > vocab_size must be a whole number of 1 or more, found 'ma
 heads.json --gpu 9GiB > num_attention_heads must divide hidden_size, found 33 and 4096
 gpt2.json --gpu 9GiB --seq 4096 > the model takes 1024 tokens at most, found sequences of 4096
 org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a model of that name in
---params 7e9 > how much memory the GPU of unknown has is not known: pass --gpu
+--params 7e9 > no GPU is named; pass --machine, such as rtx-4090, or its memory: --gpu 24GB
 --params 7e9 --machine abacus > no machine 'abacus'; there are a100-40, a100-80
 --params 7e9 --gpu H100 > argument --gpu: expected a size such as 24GiB, of 1 byte or more
---params 7e9 --machine 4090 > no machine '4090'; did you mean rtx-4090? (or pass the file of a profile)
---params 7e9 --machine A100 > no machine 'A100'; did you mean a10 or h100 or a100-80 or a100-40
+--params 7e9 --machine A100 > no machine 'A100'; did you mean a100-40 or a100-80? For another GPU pass its memory (--gpu
+--params 7e9 --machine v100 > no machine 'v100'; did you mean v100-16 or v100-32?
+--params 7e9 --machine M3 > rtx-pro-6000, a10, b200, a6000, l4, t4, v100-16, v100-32. For another GPU pass its memory
 --params 7e9 --machine rtx-4095 > no machine 'rtx-4095'; did you mean rtx-4090
 --params 7e9 --machine 4090_desk > no machine '4090_desk'; did you mean rtx_4090_desktop
 --params 7e9 --machine none.json > cannot read none.json: No such file or directory

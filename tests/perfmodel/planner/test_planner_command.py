@@ -13,7 +13,7 @@ import pytest
 
 from perfmodel.bounds import lower_bound
 from perfmodel.hardware import HardwareProfile
-from perfmodel.planner.machine import ALIASES, CARDS, GPUS, LINKS
+from perfmodel.planner.machine import ALIASES, CARDS, GPUS, LINKS, find_machine
 from perfmodel.planner.main import main
 from perfmodel.planner.outcome import outcomes
 from perfmodel.planner.situation import Situation
@@ -45,6 +45,20 @@ def test_state_that_the_constructor_would_refuse_does_not_fit(settings: str) -> 
     assert question.host_bytes == int(settings.split()[-1]) * 2**30
     assert situation.host_needed < question.host_bytes < situation.host_needed + question.reserved_on_host
     assert not situation.fits
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        *[(name, "RTX 4090") for name in ("4090", "rtx4090", "RTX 4090", "RTX_4090", "NVIDIA GeForce RTX 4090")],
+        *[(name, "A100 80 GB") for name in ("A100 80GB", "a100-80gb", "NVIDIA A100-SXM4-80GB", "A100_80")],
+        *[("H100", "H100 80 GB"), ("NVIDIA H100 80GB HBM3", "H100 80 GB"), ("Tesla T4", "T4")],
+        ("RTX A6000", "RTX A6000"),
+        *[("RTX 3060 12GB", "RTX 3060 12 GB"), ("RTX 4070 Ti SUPER", "RTX 4070 Ti Super"), ("L40S", "L40S 48 GB")],
+    ],
+)
+def test_machines_have_the_names_that_drivers_and_people_give_to_gpus(name: str, gpu: str) -> None:
+    assert getattr(find_machine(name, None).gpu, "name", None) == gpu
 
 
 def test_a_gpu_too_small(capsys: pytest.CaptureFixture[str]) -> None:
