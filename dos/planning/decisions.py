@@ -148,6 +148,7 @@ class Decisions:
             why=self._why,
             real=self._device.known_profile is None,
             late_s=self.pace.late_s,
+            late_in_backward_s=self.pace.late_in_backward_s,
         )
 
     def _find_profile(self) -> HardwareProfile:

@@ -40,6 +40,7 @@ class Report:
     real: whether a GPU updates, and not an emulated device.
     pinned_bytes: the pinned bytes of `host_bytes` and `pool_bytes`.
     late_s: seconds for which the device waited for the host in the last forward, see `Pace`.
+    late_in_backward_s: seconds by which a backward in which updates run lasts longer than the workload says, likewise.
     """
 
     iteration: Iteration
@@ -56,6 +57,7 @@ class Report:
     real: bool
     pinned_bytes: int = 0
     late_s: float = 0.0
+    late_in_backward_s: float = 0.0
 
     @property
     def exposed_s(self) -> float | None:
@@ -92,7 +94,18 @@ class Report:
     @property
     def predicted_s(self) -> float | None:
         """Seconds for which the caller waits by the model's prediction; None without a profile."""
-        return None if self.profile is None else _predicted(self.plan, self.workload, self.profile)
+        return None if self.profile is None else _predicted(self.plan, self.lasting, self.profile)
+
+    @property
+    def lasting(self) -> Workload:
+        """The workload with a backward that lasts as long as the host that updates in it makes it.
+
+        The plan is made without: it would leave more to the CPU, whose updates make the host later.
+        """
+        work = self.workload
+        if not work.in_backward:
+            return work
+        return dataclasses.replace(work, backward_s=max(0.0, work.backward_s + self.late_in_backward_s))
 
     @property
     def bound(self) -> Bound | None:
@@ -203,6 +216,12 @@ class Report:
                 f"Host: the last forward lasted {_ms(self.late_s)} longer than its compute: the device waited for the "
                 "host, or user code did other work between two steps; that does not count as time beside which "
                 "updates run"
+            ]
+        late_s = self.lasting.backward_s - self.workload.backward_s
+        if late_s >= SEEN * self.compute_s and late_s:
+            lines += [
+                f"Host: a backward that updates, with its step(), lasts {_ms(late_s)} longer than its compute: the "
+                "device waits for the host, which issues updates; fewer subgroups (subgroup_size=) take it less time"
             ]
         if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]

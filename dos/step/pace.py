@@ -28,6 +28,8 @@ class Pace:
     backward: from the first gradient that is sent early to step(); 0 if none is.
     ahead: from when the host begins to issue the step until the device has ended backward: 0 if that is sooner.
     rest: from the first gradient to step(), further micro-batches included, whether gradients are sent early or not.
+    updated: from the first gradient of a backward in which updates run until step() has returned, however late the host
+        is; what is issued there keeps it, and a device that has waited for it is idle during step().
     All are without the waits for weights, and for saved tensors where the plan decides how many move.
     late_s: the seconds for which the device waited for the host in the last forward: by which that lasted longer than
         `forward`.
@@ -36,7 +38,8 @@ class Pace:
     the threads that move state. The plan decides for how long, so that such a forward must not count as compute: the
     next plan would leave more work beside it. Hence a forward counts as no longer than one with nothing beside it
     (`wants_clean`), nor than the backward behind it. A backward in which updates run counts as no longer than by its
-    forward, as those of an iteration with nothing beside either (`holds`) are to one another.
+    forward, as those of an iteration with nothing beside either (`holds`) are to one another, or than the backward of
+    that one. Predictions go by `updated`.
 
     holds: whether the backward that runs should have no updates beside it.
     """
@@ -44,14 +47,17 @@ class Pace:
     def __init__(self, *, queues: bool = True) -> None:
         """queues: whether the device queues work, so that it may wait for the host."""
         self.forward, self.backward, self.rest, self.ahead = (_Typical() for _ in range(4))
+        self.updated = _Typical(tolerance=0.0)  # no plan follows from it
         self.late_s = 0.0
         self._queues = queues
         self._last: _Forward | None = None
         """The forward before the backward that runs, once it was read."""
         self._cleans: deque[float] = deque(maxlen=CLEANS)
         """The last forwards with nothing beside them, of which the shortest counts: user code may evaluate in one."""
-        self._backward_over_forward = 0.0
+        self._backward_over_forward = self._clean_backward_s = 0.0
         """Of an iteration with nothing beside either; 0: not known."""
+        self._until_step_s: float | None = None
+        """From the first gradient to step() in the last backward, in which updates ran; None: none did."""
         self._clean_next = self._early = self.holds = False
         self._beside = 0
         """Backwards in which updates ran."""
@@ -68,6 +74,8 @@ class Pace:
         # Not later: where updates have released gradients for long, state takes the memory that all of them would need.
         self.holds = self._clean_next and not self._backward_over_forward and self._beside <= 1
         clean, self._clean_next = self._clean_next or not self._queues, False
+        if before is not None and before.step is not None and iteration.forward is not None:
+            self._add(self._step_returned, _Stretch(before.step, iteration.forward, ()))
         if before is not None and iteration.forward is not None and iteration.backward is not None:
             waits = (*before.waits[iteration.earlier :], *stalls)
             stretch = _Stretch(iteration.forward, iteration.backward, waits)
@@ -144,10 +152,24 @@ class Pace:
                 # The batch has changed, or user code did something else in this forward or the one before: see soon.
                 self._between, self._due = AGAIN, min(self._due, self._steps + AGAIN)
 
+    def _step_returned(self, seconds: float) -> None:
+        """seconds: from the call of a step to its return, on the device."""
+        if self._until_step_s is not None:
+            self.updated.add(self._until_step_s + seconds)
+        self._until_step_s = None
+
+    @property
+    def late_in_backward_s(self) -> float:
+        """Seconds by which `updated` is longer than `rest`; below 0 where that is out of date."""
+        return self.updated.seconds - self.rest.seconds if self.updated.known else 0.0
+
     def _rest_lasted(self, seconds: float, beside: bool) -> None:
         """beside: whether updates ran in it."""
+        self._until_step_s = seconds if beside else None
         if beside and self._backward_over_forward:
-            seconds = min(seconds, self._backward_over_forward * self.forward.seconds)
+            # The host may have stretched the one forward by which others are judged.
+            most = max(self._backward_over_forward * self.forward.seconds, self._clean_backward_s)
+            seconds = min(seconds, most)
         self.rest.add(seconds)
         forward, self._last = self._last, None
         if forward is None:
@@ -155,7 +177,7 @@ class Pace:
         if self._queues and forward.clean and forward.seconds and not beside:
             if not self._backward_over_forward:
                 self.rest.restart(seconds)
-            self._backward_over_forward = seconds / forward.seconds
+            self._backward_over_forward, self._clean_backward_s = seconds / forward.seconds, seconds
         if not forward.clean:
             self.forward.add(min(forward.seconds, min(self._cleans) if self._cleans else seconds))
         self.late_s = max(0.0, forward.seconds - self.forward.seconds)
@@ -200,14 +222,15 @@ class _Stretch(NamedTuple):
 class _Typical:
     """The lower quartile of recent durations: what holds up the host makes some longer, and none shorter.
 
-    Once there are REMEMBERED of them it moves by more than TOLERANCE or not at all, so that noise changes no plan.
+    Once there are REMEMBERED of them it moves by more than a tolerance or not at all, so that noise changes no plan.
     """
 
     REMEMBERED = 5
     TOLERANCE = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
         self.seconds = 0.0
+        self._tolerance = tolerance
         self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
 
     @property
@@ -220,7 +243,7 @@ class _Typical:
         begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
         self._recent.append(seconds)
         quartile = sorted(self._recent)[len(self._recent) // 4]
-        if begins or abs(quartile - self.seconds) > self.TOLERANCE * (beside or self.seconds):
+        if begins or abs(quartile - self.seconds) > self._tolerance * (beside or self.seconds):
             self.seconds = quartile
 
     def restart(self, seconds: float) -> None:

@@ -236,10 +236,11 @@ def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
     text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     decisions = optimizer._session.assembly.on_device.decisions
     report, forward_s = decisions.ended, decisions.pace.forward.seconds
-    scope = Scope.beside(report.workload)
-    predicted_s = exposed(report.plan, report.workload, decisions.profile or of.profile, scope)
+    work = report.lasting
+    predicted_s = exposed(report.plan, work, decisions.profile or of.profile, Scope.beside(work))
     # The workload has only the part of backward beside which gradients leave, and no forward where none runs beside it.
-    predicted_s += forward_s + max(decisions.pace.rest.seconds, report.workload.backward_s)
+    rest_s = 0.0 if work.in_backward else decisions.pace.rest.seconds
+    predicted_s += forward_s + max(rest_s, work.backward_s)
     return {"plan": text, "believed_forward_ms": _ms(forward_s), "predicted_ms": _ms(predicted_s)}
 
 

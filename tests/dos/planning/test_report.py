@@ -194,6 +194,19 @@ def test_efficiency_is_against_what_cannot_be_hidden() -> None:
     assert "Efficiency: 83%" in str(half)
 
 
+def test_a_late_host_makes_a_backward_that_updates_longer_in_predictions() -> None:
+    """And hides more of an update; the bound, which no host decides, stays."""
+    on_time = ended(0.0, forward_s=2.0, backward_s=4.0, in_backward=True)
+    late = dataclasses.replace(on_time, late_in_backward_s=3.0)
+    assert late.lasting.backward_s == 7.0
+    assert on_time.metrics()["predicted_s"] > late.metrics()["predicted_s"] > 0
+    assert on_time.metrics()["bound_s"] == late.metrics()["bound_s"]
+    assert "a backward that updates, with its step(), lasts 3000.0 ms longer than its compute" in str(late)
+    assert "a backward that updates" not in str(on_time)
+    in_step = ended(0.0, forward_s=2.0, backward_s=4.0)
+    assert dataclasses.replace(in_step, late_in_backward_s=3.0).lasting == in_step.workload
+
+
 def test_an_iteration_shorter_than_possible_shows_that_the_prediction_is_off() -> None:
     off = ended(7.5)
     assert "efficiency" not in off.metrics()

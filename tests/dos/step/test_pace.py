@@ -147,6 +147,37 @@ def test_a_backward_grows_with_its_forward() -> None:
     assert (pace.forward.seconds, pace.rest.seconds) == (2.0, 5.0)
 
 
+def test_a_late_host_counts_where_a_backward_s_updates_are_predicted() -> None:
+    """With what step() takes, for which the device waits, too; no plan is made for it."""
+    pace, before = Pace(), None
+    for step in range(12):
+        wants = pace.wants_clean()
+        iteration, end_s = Iteration(Copying()), 12.0 if step == 4 else 11.0
+        forward_s, backward_s = (1.0, 2.5) if wants else (1.5, 4.0)
+        iteration.forward, iteration.backward = At(end_s), At(end_s + forward_s)
+        iteration.step = At(end_s + forward_s + backward_s)
+        previous = Iteration(Copying())
+        previous.step = At(end_s - 0.25)
+        pace.backward_begins(iteration, previous if before else None)
+        pace.step(iteration, early=None, issued=0.0 if step == 0 or pace.holds else None)
+        before = iteration
+    assert pace.rest.seconds == 2.5
+    assert pace.updated.seconds == 4.25
+    assert pace.late_in_backward_s == 1.75
+
+
+def test_a_stretched_forward_makes_no_backward_shorter_than_one_with_nothing_beside_it() -> None:
+    """The host may be late in the one forward by which backwards are judged."""
+    pace = Pace()
+    for issued in (0.0, None):
+        iterate(pace, 3.0, 9.0, issued)
+    assert pace.wants_clean()
+    iterate(pace, 2.0, 2.5, issued=0.0)
+    for _ in range(200):
+        iterate(pace, 1.0 if pace.wants_clean() else 2.0, 4.0)
+    assert (pace.forward.seconds, pace.rest.seconds) == (1.0, 2.5)
+
+
 def test_no_backward_holds_its_updates_once_state_may_have_the_memory_of_gradients() -> None:
     """As where all state was on the device, which needs no such forward, and has to leave."""
     pace = Pace()
