@@ -1,17 +1,19 @@
 """Tokens per second of each optimizer, in a process of its own: where AdamW does not fit, or beside AdamW.
 
-    python -m experiments.headline [--model 6.6B|1.2B] [--rounds N] [--micro-batches N] [--contender NAME] [--json]
+    python -m experiments.headline [--model 6.6B|1.2B|8B] [--rounds N] [--micro-batches N] [--contender NAME] [--json]
 
 6.6 billion parameters on one GPU of 80 GB, where AdamW with float32 masters does not fit; or 1.2 billion, of which
 DOSAdam has memory for a half or a tenth of the state, beside AdamW and all peers that are installed, each with its best
-settings. All parameters are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has
-8,192 tokens. "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
+settings; or 8 billion whose weights stream, in all of the GPU's memory and in a slice of it (`--slice`). All parameters
+are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has 4 sequences of 2,048 tokens
+(`--batch`). "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
 Without a GPU the accelerator is emulated and the models tiny: that shows that everything runs, and no figure means
 anything.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import importlib.util
@@ -27,7 +29,7 @@ from typing import Any
 
 import torch
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
 from experiments.check import environment
 from experiments.check.base import Bench, Check, Record, Settings, Size, Skipped, Status, run_isolated
 from experiments.check.contenders import (
@@ -46,7 +48,9 @@ from experiments.check.contenders import (
 from experiments.check.contest import Clock, iterate
 from experiments.check.gpu_check import RESULTS, find_gpu, slug
 from experiments.check.models import SETTINGS, Batch, Job, emulated_device, prepare
-from experiments.command import Parser, table_of
+from experiments.check.streaming import GPU_BYTES, built_on_host, taken
+from experiments.check.streaming import LARGE as STREAMED
+from experiments.command import Parser, positive, table_of
 from experiments.gpt import GPTConfig
 from experiments.harness import finish, measuring
 from perfmodel.format import CODED, SPLIT
@@ -55,13 +59,18 @@ from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.units import parse_bytes
 
-LARGE, MEDIUM = "6.6B", "1.2B"
+LARGE, MEDIUM, STREAMING = "6.6B", "1.2B", "8B"
 JOBS = {
     LARGE: Job(GPTConfig(32, 4096, 32, context=2048, vocabulary=32000, checkpointing=True), batch=4),
     MEDIUM: Job(GPTConfig(36, 1600, 25, context=2048, vocabulary=50304, checkpointing=True), batch=4),
+    STREAMING: Job(GPTConfig(39, 4096, 32, context=2048, vocabulary=32000, checkpointing=True), batch=4),
 }
-TINY = Job(GPTConfig(2, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2)
+TINY = {
+    **dict.fromkeys(JOBS, Job(GPTConfig(2, 32, 2, context=16, vocabulary=64, checkpointing=True), batch=2)),
+    STREAMING: STREAMED[Size.TINY],
+}
 TIMED = {Size.TINY: 2, Size.FULL: 6}
 LEARNING = {Size.TINY: 2, Size.FULL: 14}
 """Iterations of DOSAdam before those that count; of others SETTLING."""
@@ -77,14 +86,23 @@ class Way:
     """One way to train.
 
     options: of DOSAdam. attach: options of `DOSAdam.attach`; None: it is not called. share: of the state, for which
-    DOSAdam has memory; None: whatever is free. kind: another optimizer's.
+    DOSAdam has memory; None: whatever is free. sliced: in a slice of the GPU's memory. kind: another optimizer's.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     attach: Mapping[str, Any] | None = field(default_factory=dict)
     share: float | None = None
+    sliced: bool = False
     kind: Kind | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights stream."""
+        return "weights" in (self.attach or {})
+
+
+DEFAULT = Way("DOSAdam")
 
 
 def others(*kinds: Kind) -> list[Way]:
@@ -92,16 +110,24 @@ def others(*kinds: Kind) -> list[Way]:
     return [Way(kind.name, kind=kind) for kind in kinds]
 
 
-IN_BACKWARD = {"updates": "backward"}
+IN_BACKWARD, STREAM = {"updates": "backward"}, {"weights": "auto"}
+OFFLOADS = {"offload_gradients": True}
 CPU, INT8, CLIPS = {"policy": "cpu"}, {"state_format": "int8"}, {"max_grad_norm": 1.0}
 
 
 def ways(model: str) -> list[Way]:
     """Those of a model, the ceiling first."""
     ceiling, plain = (reference(name, None) for name in (NOTHING, PLAIN))
+    if model == STREAMING:
+        return [
+            *others(ceiling),
+            Way("DOSAdam, weights stream", OFFLOADS, STREAM),
+            Way("DOSAdam, weights stream, in the slice", OFFLOADS, STREAM, sliced=True),
+            Way("DOSAdam int8, weights stream, in the slice", OFFLOADS | INT8, STREAM, sliced=True),
+        ]
     if model == LARGE:
         ours = [
-            Way("DOSAdam"),
+            DEFAULT,
             Way("DOSAdam, clipping", CLIPS),
             Way("DOSAdam, updates in backward", attach=IN_BACKWARD),
         ]
@@ -200,14 +226,18 @@ class Accumulating(Contender):
             self._inner.compute(batch)
 
 
-def train(model: str, name: str, micro_batches: int, bench: Bench) -> None:
-    """Train one way, and note its figures."""
+def train(model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, bench: Bench) -> None:
+    """Train one way, and note its figures. batch: sequences, if not the job's. slice_bytes: of memory, if sliced."""
     way = {each.name: each for each in ways(model)}[name]
     if micro_batches > 1 and way.kind is not None and way.kind.package == "deepspeed":
         raise Skipped("its engine counts micro-batches itself, by another configuration")
-    job, device = JOBS[model] if bench.cuda else TINY, prepare(bench)
+    job, device = (JOBS if bench.cuda else TINY)[model], prepare(bench)
+    job = dataclasses.replace(job, batch=batch or job.batch)
     size = -(-job.numel // 8)
     emulated = None if bench.cuda else emulated_device(job, size)
+    if emulated is not None and way.sliced:
+        emulated = EmulatedDevice(emulated.profile, capacity=GPU_BYTES[Size.TINY])
+    ballast = taken(device, slice_bytes) if bench.cuda and way.sliced else None
     contender = made(way, job, device, emulated, None if bench.cuda else size)
     batches, clock = itertools.cycle(job.batches(2, device)), Clock(bench.cuda)
     tokens = micro_batches * job.batch * job.config.context
@@ -227,9 +257,9 @@ def train(model: str, name: str, micro_batches: int, bench: Bench) -> None:
         iteration_s=statistics.median(seconds),
         tokens_per_s=tokens / statistics.median(seconds),
         spread=f"{tokens / max(seconds):,.0f} to {tokens / min(seconds):,.0f}",
-        gpu_bytes=torch.cuda.max_memory_reserved() if bench.cuda else None,
+        gpu_bytes=torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes) if bench.cuda else None,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        predicted_tokens_per_s=predicted(job, micro_batches) if bench.cuda and way == Way("DOSAdam") else None,
+        predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes) if bench.cuda else None,
         metrics=contender.metrics() if way.kind is None else {},
     )
 
@@ -240,35 +270,42 @@ def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | No
         if importlib.util.find_spec(way.kind.package) is None:
             raise Skipped(f"{way.kind.package} is not installed")
         return Own(way.kind, job, device)
-    model, options = job.model(device), {**way.options, **SETTINGS}
+    model, options = built_on_host(job, device) if way.streams else job.model(device), {**way.options, **SETTINGS}
     if way.share is not None:
         state = CODED if "state_format" in way.options else SPLIT
         room = int(way.share * state.state_bytes * job.numel)
         options["memory_budget"] = lambda: room
+    if emulated is None and way.streams:
+        emulated = device
     optimizer = DOSAdam(model.parameters(), device=emulated, subgroup_size=size, **options)
     if way.attach is not None:
         optimizer.attach(model, **way.attach)
     return Trains(way.name, model, optimizer)
 
 
-def predicted(job: Job, micro_batches: int) -> float | None:
-    """Tokens per second as the planner says of DOSAdam on this GPU; None if it does not know it."""
-    name = torch.cuda.get_device_name().lower()
-    short = next((known for known in ("h100", "h200", "rtx-4090", "rtx-5090") if known.split("-")[-1] in name), None)
-    if short is None:
+def predicted(job: Job, micro_batches: int, way: Way = DEFAULT, slice_bytes: int = 0) -> float | None:
+    """Tokens per second as the planner says of DOSAdam on this GPU; None if it knows the GPU or the way not."""
+    if way != DEFAULT and not way.streams:
         return None
-    machine, c = find_machine(short, None), job.config
+    try:
+        machine = find_machine(torch.cuda.get_device_name(), None)
+    except ValueError:
+        return None
+    c = job.config
     rate, source = machine.flops_rate("bf16", None, None)
     sizes = {"n_embd": c.width, "n_layer": c.layers, "n_head": c.heads, "n_positions": c.context}
     question = Question(
         Transformer.from_config({**sizes, "vocab_size": c.vocabulary}),
         machine.profile,
-        machine.device_bytes,
+        slice_bytes if way.sliced else machine.device_bytes,
         batch=job.batch,
         sequence=c.context,
         checkpointing=True,
         micro_batches=micro_batches,
         accumulation=micro_batches > 1,
+        weights="auto" if way.streams else "stay",
+        offload_gradients=way.streams,
+        state_format=way.options.get("state_format"),
         flops_rate=rate,
         flops_source=source,
     )
@@ -283,6 +320,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=JOBS, default=LARGE, help="parameters (%(default)s)")
     parser.add_count("rounds", 1, "of all contenders in turn; medians of them are shown")
     parser.add_count("micro-batches", 1, "of a step")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a micro-batch (4)")
+    parser.add_argument(
+        "--slice", type=parse_bytes, default=24 << 30, metavar="SIZE", help="GPU memory where a slice is used (24GiB)"
+    )
     parser.add_out(None, "folder for the results (experiments/results/GPU-DATE-headline)")
     parser.add_argument("--contender", action="append", metavar="NAME", help="one of them (all); may be given again")
     arguments = parser.parse_args(argv)
@@ -299,7 +340,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with measuring(arguments.json, emulated=gpu is None) as (console, progress):
         for number, name in itertools.product(range(arguments.rounds), names):
             progress(f"{name}, round {number + 1}")
-            work = functools.partial(train, arguments.model, name, arguments.micro_batches)
+            work = functools.partial(
+                train, arguments.model, name, arguments.micro_batches, arguments.batch, arguments.slice
+            )
             turns[name].append(row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS)))
     rows = [median_of(turn) for turn in turns.values()]
     console.print(table_of(f"{gpu or 'Emulated'}: tokens per second", rows, *COLUMNS))
@@ -309,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **environment.commit(),
         "model": arguments.model,
         "micro_batches": arguments.micro_batches,
+        "slice_bytes": arguments.slice,
     }
     return finish({**head, "rows": rows}, console, arguments.json)
 

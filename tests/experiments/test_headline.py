@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.check.headline import JOBS, LARGE, main, median_of, predicted
+from experiments.check.headline import JOBS, LARGE, STREAMING, main, median_of, predicted, ways
 
 
 def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,3 +39,15 @@ def test_the_median_of_rounds_is_shown_with_all() -> None:
     turns = [{"tokens_per_s": rate, "note": ""} for rate in (3.0, 1.0, 2.0)] + [{"note": "does not fit"}]
     assert median_of(turns) == {"tokens_per_s": 2.0, "note": "", "rounds": [3.0, 1.0, 2.0]}
     assert median_of(turns[3:]) == {"note": "does not fit"}
+
+
+def test_eight_billion_in_a_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is planned with the slice's memory, and runs where that is less than the weights take."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    everywhere, exact, coded = ways(STREAMING)[1:]
+    rates = [predicted(JOBS[STREAMING], 4, way, 24 << 30) for way in (exact, coded, everywhere)]
+    assert 5000 < rates[0] < rates[1] < 11_000
+    assert rates[0] < rates[2] < 11_000
+    assert predicted(JOBS[STREAMING], 4, exact, 8 << 30) == 0.0, "it does not fit"
+    names = ["--contender", coded.name, "--batch", "2", "--micro-batches", "2"]
+    assert main(["--out", str(tmp_path), "--json", "--model", STREAMING, *names]) == 0
