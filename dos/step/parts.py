@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -37,12 +39,44 @@ class Final(NamedTuple):
     callers: Collection[Caller]
 
 
+class Fetches:
+    """Fetches to slots that are queued: as many as keep the link busy until the next subgroup comes.
+
+    More would stand in the way of subgroups that come later, and that forward needs sooner.
+    """
+
+    def __init__(self) -> None:
+        self._queued: deque[Job] = deque()
+        self._lasted_s = self._longest_gap_s = 0.0
+        self._came = time.perf_counter()
+
+    def subgroup_comes(self) -> None:
+        """Note that a subgroup's gradients are final."""
+        now = time.perf_counter()
+        self._longest_gap_s, self._came = max(self._longest_gap_s, now - self._came), now
+        while self._queued and has_ended(self._queued[0]):
+            with contextlib.suppress(Exception):  # raised where the step is waited for
+                span = self._queued.popleft().wait()
+                self._lasted_s = span.end - span.start
+
+    def add(self, job: Job) -> None:
+        """Add a fetch that was issued."""
+        self._queued.append(job)
+
+    @property
+    def enough(self) -> bool:
+        """Whether those behind the present one last as long as the longest gap between two subgroups."""
+        # Early in backward none has ended; what is fetched too soon then is in the way of nothing.
+        return self._lasted_s > 0 and (len(self._queued) - 1) * self._lasted_s >= self._longest_gap_s
+
+
 class Parts:
     """Reserves the memory of one subgroup after the other, and issues their updates, by the plan of the iteration.
 
     Updates by the CPU are issued at once, unless it has others to do. Those of residents wait for the next one of the
-    CPU, or until they are MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and those first
-    that forward needs first, whose gradients come last. What waits is issued when backward ends, or the ledger settles.
+    CPU, or until they are MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and until the link
+    would have nothing to do, and those first that forward needs first, whose gradients come last. What waits is issued
+    when backward ends, or the ledger settles.
 
     Offloaded gradients return through a slot to state on the device, once they have arrived on the host.
 
@@ -66,6 +100,7 @@ class Parts:
         """Updates that wait for a slot."""
         self._busy: deque[Sequence[Job]] = deque()
         """The last jobs of each slot that was used, the oldest first."""
+        self._fetches = Fetches()
         ledger.held = self.issue_rest
 
     def reserve(self, subgroup: Subgroup) -> Tier | None:
@@ -134,11 +169,16 @@ class Parts:
         count, on_cpu = len(self._held), placement is Placement.CPU
         if count == MOST_HELD or (on_cpu and (count >= MOST_ON_CPU or self._ledger.backlog < BACKLOG)):
             self._issue_held()
-        store = self._ledger.stores.device
-        if self._passing and (len(self._busy) < len(store.slots) or all(map(has_ended, self._busy[0]))):
+        self._fetches.subgroup_comes()
+        while self._passing and self._has_slot() and not self._fetches.enough:
             arrived = [each for each in self._passing if all(map(has_ended, each.update.arriving))]
-            if arrived:
-                self._issue_passing(arrived)
+            if not arrived:
+                return
+            self._issue_passing(arrived)
+
+    def _has_slot(self) -> bool:
+        """Return whether the next fetch would find a slot that is free."""
+        return len(self._busy) < len(self._ledger.stores.device.slots) or all(map(has_ended, self._busy[0]))
 
     def _passes(self, i: int, tier: Tier) -> bool:
         """Return whether the state of a subgroup, which is in this tier, or its gradients pass through a slot."""
@@ -164,7 +204,9 @@ class Parts:
         self._passing.remove(each)
         # The schedule of one subgroup takes the first slot: let that be the one that was used longest ago.
         behind = self._busy.popleft() if len(self._busy) == len(store.slots) else ()
+        issued = 0 if self._ledger.step is None else len(self._ledger.step.jobs)
         step = self._issue([each], behind, each.update.arriving)
+        self._fetches.add(step.jobs[issued])
         self._busy.append(step.jobs[-1:])  # the flush, behind which the slot is free
         store.slots.append(store.slots.pop(0))
 

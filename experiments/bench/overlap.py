@@ -6,13 +6,16 @@ Trains the demo's transformer on the emulated accelerator with the proportions o
 update is a third of the forward, as long as it, three times as long, and as long as forward and backward together. The
 bound of updates in step follows from exactness: an update starts after backward and reaches a layer before its forward,
 so no iteration is shorter than backward plus the longer of forward and update. With updates in backward, without
-clipping, none is shorter than the longer of forward and backward together and the update.
+clipping, a parameter is updated between its gradient and its next use, and so are, within that time, all that forward
+uses before it and whose gradients come after it. So no iteration is shorter than compute from the parameter's use to
+its gradient and these updates together, whichever parameter it is: `least_in_backward`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +24,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from experiments.command import Parser, table_of
@@ -47,6 +50,46 @@ Batch = tuple[Tensor, Tensor]
 ALONE = "compute alone"
 SCHEDULES = ("serial", "grad_overlap", "full_overlap")
 IN_BACKWARD = "in_backward"
+
+
+class Uses:
+    """The times at which compute first uses each parameter of a model, and has its gradient, by iteration."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.iterations: list[dict[int, tuple[float, float]]] = []
+        self.numel = {id(p): p.numel() for p in model.parameters()}
+        self._used: dict[int, float] = {}
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._use)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(self._have)
+
+    def _use(self, module: nn.Module, _: object) -> None:
+        for p in module.parameters(recurse=False):
+            if id(p) not in self._used:
+                self._used[id(p)] = time.perf_counter()
+
+    def _have(self, p: Tensor) -> None:
+        if len(self._used) == len(self.numel):
+            self.iterations.append({})
+        self.iterations[-1][id(p)] = self._used.pop(id(p)), time.perf_counter()
+
+
+def least_in_backward(uses: Uses, update_s: float) -> float:
+    """Seconds of an iteration at least. uses: in compute alone. update_s: of all parameters, by its bound."""
+    # Medians, with times that begin with each iteration.
+    begins = [min(begin for begin, _ in times.values()) for times in uses.iterations]
+    every = list(zip(begins, uses.iterations, strict=True))
+    times = {
+        key: tuple(statistics.median(times[key][place] - begin for begin, times in every) for place in (0, 1))
+        for key in uses.numel
+    }
+    whole, found = sum(uses.numel.values()), 0.0
+    for begin, end in times.values():
+        within = sum(uses.numel[key] for key, (first, last) in times.items() if first <= begin and last >= end)
+        found = max(found, end - begin + update_s * within / whole)
+    return found
 
 
 def iterate(model: GPT, optimizer: DOSAdam | None, batches: Sequence[Batch]) -> list[tuple[float, float]]:
@@ -97,6 +140,7 @@ def measure(
     """
     every = (*SCHEDULES, IN_BACKWARD)
     models = {name: GPT(CONFIG) for name in (ALONE, *every)}
+    uses = Uses(models[ALONE])
     for model in models.values():
         model.load_state_dict(start)
     alone = iterate(models[ALONE], None, batches[:BLOCK])
@@ -111,6 +155,7 @@ def measure(
     seconds = {name: [whole for _, whole in iterations] for name, iterations in counted.items()}
     forward = [forward_s for forward_s, _ in counted[ALONE]]
     backward = [whole - forward_s for forward_s, whole in counted[ALONE]]
+    uses.iterations = [each for number, each in enumerate(uses.iterations) if number % BLOCK and number >= 2 * BLOCK]
     found = medians({"forward": forward, "backward": backward, **seconds})
     first, *others = (bits_of(models[name]) for name in every)
     compute = {"forward_s": found["forward"], "backward_s": found["backward"]}
@@ -118,7 +163,7 @@ def measure(
     floor_s = found["backward"] + max(found["forward"], bound_s)
     # Gradients go to the host meanwhile, too.
     whole_s = lower_bound(workload, profile).seconds
-    in_backward_s = max(found["forward"] + found["backward"], whole_s)
+    in_backward_s = max(found["forward"] + found["backward"], least_in_backward(uses, whole_s))
     return [
         {
             "updates": updates,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dos.planning.monitor
 from dos.calibration.measure import MINIMUM
@@ -230,6 +231,16 @@ def test_an_experiment_measures_and_judges_its_limits(
 def test_an_update_takes_the_wanted_share_of_forward() -> None:
     *_, bound_s = overlap.slow_machine(1 / 3, forward_s=0.2, backward_s=0.4)
     assert bound_s == pytest.approx(0.2 / 3, rel=0.02)
+
+
+def test_no_iteration_that_updates_in_backward_is_shorter_than_what_surrounds_a_parameter() -> None:
+    """The update of it, and of all that forward uses before it, comes between its gradient and its next use."""
+    uses = overlap.Uses(nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 1, bias=False)))
+    first, last = uses.numel
+    for begin in (0.0, 50.0, 90.0):
+        uses.iterations.append({first: (begin, begin + 10.0), last: (begin + 4.0, begin + 6.0)})
+    assert overlap.least_in_backward(uses, 4.0) == 10.0 + 4.0 * 6 / 8
+    assert overlap.least_in_backward(uses, 80.0) == 2.0 + 80.0
 
 
 def test_emulated_machines_take_as_long_as_wanted_and_plans_differ() -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from dos import DOSAdam
 from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
-from dos.step.parts import MOST_HELD
+from dos.step.parts import MOST_HELD, Fetches
+from perfmodel import Lane, Op, Span
 from tests.support.crossings import crossed
 from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
@@ -119,6 +121,37 @@ def test_streamed_subgroups_wait_for_a_slot(parts: list[list[int]], monkeypatch:
     left = order[order.index(0) :]
     assert left == sorted(left)
     assert len(left) >= 3
+
+
+def test_what_the_link_does_not_need_yet_waits_although_a_slot_is_free(
+    parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be in the way of subgroups that forward needs sooner."""
+    monkeypatch.setattr(Fetches, "enough", True)
+    trained(mlp(width=60), "backward", "stride:1", steps=2)
+    order = [i for part in parts for i in part]
+    assert order == [*range(len(order))]
+    assert len(order) >= 4
+
+
+def test_as_much_is_fetched_ahead_as_lasts_until_the_next_subgroup_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dos.step.parts.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    ended: list[Any] = []
+    monkeypatch.setattr("dos.step.parts.has_ended", lambda job: any(job is each for each in ended))
+    jobs = [SimpleNamespace(wait=lambda: Span(Lane.H2D, Op.PREFETCH, 0, 0.0, 2.0)) for _ in range(9)]
+    fetches = Fetches()
+    for at, job in zip((0.0, 5.0, 5.0, 5.0), jobs[:4], strict=False):  # gaps of up to 5 s
+        now[0] = at
+        fetches.subgroup_comes()
+        assert not fetches.enough, "no fetch has ended"
+        fetches.add(job)
+    ended += jobs[:2]
+    fetches.subgroup_comes()
+    for job in jobs[4:6]:
+        assert not fetches.enough
+        fetches.add(job)
+    assert fetches.enough, "three times 2 s behind the present one, which may end at once"
 
 
 @pytest.mark.parametrize("place", PLACES)
