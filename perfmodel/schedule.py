@@ -10,7 +10,7 @@ from perfmodel.builder import ScheduleBuilder
 from perfmodel.compute import BACKWARD, backward_pieces, forward_pieces, issued_after, memory_freed
 from perfmodel.plan import Placement, Plan
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.tasks import CPU, DEVICE, DISK, GRADIENT, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
+from perfmodel.tasks import CPU, DEVICE, DISK, HOST, RESIDENT, STREAMED, Schedule, SubgroupState, Task
 from perfmodel.timeline import Op
 from perfmodel.weights import WeightFetches
 from perfmodel.workload import Workload
@@ -47,24 +47,22 @@ def schedule(
         )
         for i, (load, placement) in enumerate(zip(loads, plan.placements, strict=True))
     ]
-    made, backward = ScheduleBuilder(plan, workload, found), tuple[int, ...]()
-    weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     # Offloaded gradients come up through a slot for residents, too.
     slots = max(plan.slots, workload.returns and RESIDENT in plan.placements)
-    vacated: list[tuple[int, ...]] = [()] * slots
+    made, backward = ScheduleBuilder(plan, workload, found, slots), tuple[int, ...]()
+    weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     if scope.backward is not Phase.ABSENT:
-        vacated = _beside_backward(made, plan, workload, scope, slots, weights)
+        _beside_backward(made, plan, workload, scope, weights)
         backward = (made.piece[0],)
     if scope.backward is not Phase.UPDATED:
-        made.step(backward, vacated)
+        made.step(backward)
     else:
-        vacated = [()] * slots
         for i in turns(plan, workload, turn_s):
-            complete = (made.piece[i],)
-            vacated[:1] = [(*vacated[0], *complete)] if slots else []
-            made.step(complete, vacated, (i,))
+            for slot in made.slots[:1]:
+                slot.readers = (*(slot.readers or slot.writers), made.piece[i])
+            made.step((made.piece[i],), (i,))
             if plan.placements[i] is STREAMED:
-                vacated.append(vacated.pop(0))
+                made.slots.append(made.slots.pop(0))
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks))
     runs, updated = made.runs(), made.updated
@@ -80,9 +78,9 @@ def schedule(
 
 
 def _beside_backward(
-    made: ScheduleBuilder, plan: Plan, workload: Workload, scope: Scope, slots: int, weights: WeightFetches | None
-) -> list[tuple[int, ...]]:
-    """Add backward, and the gradients that leave meanwhile. Return for each slot the tasks that end before it is free.
+    made: ScheduleBuilder, plan: Plan, workload: Workload, scope: Scope, weights: WeightFetches | None
+) -> None:
+    """Add backward, which uses the memory of slots until it frees it, and the gradients that leave meanwhile.
 
     Pieces of backward behind which nothing begins are one.
     """
@@ -94,20 +92,21 @@ def _beside_backward(
     ]
     overlapped = scope.backward is not Phase.SERIAL
     # Offloaded gradients pass through slots, which backward does not fill then.
-    filled = 0 if workload.returns or not overlapped else min(slots, plan.placements.count(STREAMED))
+    filled = 0 if workload.returns or not overlapped else min(len(made.slots), plan.placements.count(STREAMED))
     freed = [workload.backward_runs[n - 1][0] if n else None for n in memory_freed(plan, workload, filled)]
     issued = issued_after(workload)
     parts = None if scope.backward is Phase.UPDATED else {*leaving, *freed, issued}
     moved = len(workload.moved(plan.activation_bytes))
     pieces = made.piece = backward_pieces(made.add, workload, moved, weights, parts)
-    vacated: list[tuple[int, ...]] = [(pieces[0],)] * slots
     if scope.backward is Phase.OVERLAPPED:
         made.issued = () if issued is None else (pieces[issued],)
     if overlapped:
         for i in leaving:
-            made.departed[i] = (made.add(GRADIENT, i, workload.subgroups[i].gradient_bytes, (pieces[i],)),)
-        vacated[:filled] = [() if part is None else (pieces[part],) for part in freed]
-    return vacated
+            made.send(i, workload.subgroups[i].gradient_bytes, pieces[i])
+    if scope.backward is not Phase.UPDATED:
+        until = [*freed, *[0] * (len(made.slots) - filled)]
+        for slot, part in zip(made.slots, until, strict=True):
+            slot.readers = () if part is None else (pieces[part],)
 
 
 def turns(plan: Plan, workload: Workload, turn_s: Mapping[Placement, Sequence[float]]) -> list[int]:
@@ -141,12 +140,12 @@ def _begins(arrivals: Sequence[tuple[float, int]], turn_s: Sequence[float] | Non
 
 def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
     """Make the schedule of a micro-batch without an update: backward, from which gradients leave, and forward."""
-    made = ScheduleBuilder(plan, workload, ())
+    made = ScheduleBuilder(plan, workload, (), 0)
     weights = WeightFetches(made.add, workload, plan.blocks_on_device)
     pieces = backward_pieces(made.add, workload, len(workload.moved(plan.activation_bytes)), weights)
     for i, load in reversed([*enumerate(workload.subgroups)]):
         if load.returned_bytes:
-            made.add(GRADIENT, i, load.gradient_bytes, (pieces[i],))
+            made.send(i, load.gradient_bytes, pieces[i])
     weights.begin(backward=False)
     runs = [(part, size, ()) for part, size in workload.runs]
     forward_pieces(made.add, workload, plan.activation_bytes, runs, weights)
@@ -159,15 +158,14 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
     begun: transfers under way that it uses, in the order of their issue.
     """
-    made = ScheduleBuilder(plan, workload, found)
+    made = ScheduleBuilder(plan, workload, found, plan.slots)
     if begun:
         made.piece = backward_pieces(made.add, workload)
         issued = issued_after(workload)
         made.issued = () if issued is None else (made.piece[issued],)
-        made.add_early(begun, found)
+        made.add_early(begun)
     issued = len(made.tasks)
-    backward = (made.add(BACKWARD, None, 0),)
-    made.step(backward, [backward] * plan.slots)
+    _step_behind_backward(made)
     return Schedule(tuple(made.tasks), issued)
 
 
@@ -176,7 +174,14 @@ def schedule_part(plan: Plan, workload: Workload, found: Mapping[int, SubgroupSt
 
     plan, found: as for `schedule_step`, and no transfer is under way.
     """
-    made = ScheduleBuilder(plan, workload, found)
-    backward = (made.add(BACKWARD, None, 0),)
-    made.step(backward, [backward] * plan.slots, order)
+    made = ScheduleBuilder(plan, workload, found, plan.slots)
+    _step_behind_backward(made, order)
     return Schedule(tuple(made.tasks))
+
+
+def _step_behind_backward(made: ScheduleBuilder, order: Sequence[int] | None = None) -> None:
+    """Add the end of backward, which has used the memory of slots that no transfer has filled, and the step."""
+    backward = (made.add(BACKWARD, None, 0),)
+    for slot in made.slots:
+        slot.writers = slot.writers or backward
+    made.step(backward, order)

@@ -70,8 +70,6 @@ class SubgroupState(NamedTuple):
     numel: parameters that have a gradient. parameter_bytes: of them.
     gradient_bytes: still to be copied, if the gradient is not where the update is; None: no copy is
         needed, for it has all left.
-    departed: the transfers under way that bring gradients to the host, by their places among those.
-    fetched: the one under way that brings the state, to a slot or to stay.
     stale_bytes: of parameters that are their masters, or halves of them, where the host has not the
         newest: it needs them to update them.
     streams: whether its weights are on the host. An update there needs no copy of them, and one on the device brings
@@ -83,8 +81,6 @@ class SubgroupState(NamedTuple):
     numel: int
     gradient_bytes: int | None
     parameter_bytes: int
-    departed: tuple[int, ...] = ()
-    fetched: int | None = None
     stale_bytes: int = 0
     streams: bool = False
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from perfmodel.buffers import Buffer, Room
+from perfmodel.plan import Tier
+
 WINDOWS = 4
 """One is read into, one updated, one written, and one in between."""
-
-Write = Callable[[int, int, tuple[int, ...]], int]
-"""Adds the task that writes a subgroup's state, from a window, after some tasks; its number."""
 
 
 class WindowUse:
@@ -17,40 +17,31 @@ class WindowUse:
     inside: the windows by subgroup.
     """
 
-    def __init__(self, count: int, write: Write) -> None:
-        self.inside: dict[int, int] = {}
+    def __init__(self, count: int, write: Callable[[int, Buffer], None]) -> None:
+        """write: adds the task that writes a subgroup's state, from or through a window."""
+        self.inside: dict[int, Buffer] = {}
         self._write = write
-        self._after: list[tuple[int, ...]] = [()] * count
-        """Tasks by window, after which it is free, or the state in it as it will be written."""
-        self._turns = [0] * count
-        """Turn by window, at which it was last taken."""
+        self._windows: list[Buffer] = [Room(Tier.HOST, window=window) for window in range(count)]
+        """The one first that was taken longest ago."""
 
-    def take(self, subgroup: int) -> tuple[int, tuple[int, ...]]:
-        """Take a window for a subgroup's state. Return it and the tasks that have to end before it is filled.
+    def take(self, subgroup: int) -> Buffer:
+        """Take a window for a subgroup's state, unless it has one. Return it. Raises ValueError if there is none."""
+        if subgroup not in self.inside:
+            if not self._windows:
+                raise ValueError("a plan with state on disk needs at least 1 window on the host, found 0")
+            occupants = {window: occupant for occupant, window in self.inside.items()}
+            window = next((window for window in self._windows if window not in occupants), self._windows[0])
+            if window in occupants:
+                self.write(occupants[window])
+            self._windows.remove(window)
+            self._windows.append(window)
+            self.inside[subgroup] = window
+        return self.inside[subgroup]
 
-        Raises ValueError if there is none.
-        """
-        if not self._turns:
-            raise ValueError("a plan with state on disk needs at least 1 window on the host, found 0")
-        occupants = {window: occupant for occupant, window in self.inside.items()}
-
-        window = min(range(len(self._turns)), key=lambda window: (window in occupants, self._turns[window]))
-        if window in occupants:
-            self.write(occupants[window])
-        self.inside[subgroup] = window
-        self._turns[window] = max(self._turns) + 1
-        return window, self._after[window]
-
-    def complete(self, subgroup: int, after: tuple[int, ...]) -> None:
-        """Note the tasks after which the state in the window is as it will be written."""
-        self._after[self.inside[subgroup]] = after
-
-    def leave(self, subgroup: int, after: tuple[int, ...]) -> None:
-        """Free the window of a subgroup, if any, after the tasks that bring its state elsewhere."""
-        if subgroup in self.inside:
-            self._after[self.inside.pop(subgroup)] = after
+    def leave(self, subgroup: int) -> None:
+        """Free the window of a subgroup, if any."""
+        self.inside.pop(subgroup, None)
 
     def write(self, subgroup: int) -> None:
         """Write the state, which leaves its window."""
-        window = self.inside[subgroup]
-        self.leave(subgroup, (self._write(subgroup, window, self._after[window]),))
+        self._write(subgroup, self.inside.pop(subgroup))

@@ -150,17 +150,16 @@ class Ledger:
         turns = self._begin(plan.order)
         with self._failing(turns):
             self._follow_parameters(plan, subjects, found)
-            found, begun = self.transits.adopt(plan, subjects, found)
+            adopted = self.transits.adopt(plan, subjects)
             # The device may have had memory for fewer slots than planned. A plan that streams a subgroup without a
             # gradient has none, but the schedule needs the number of a slot.
             slots = len(self.stores.device.slots) or int(Placement.GPU_STREAMED in plan.placements)
             granted = dataclasses.replace(plan, slots=slots)
-            indices = {subject.subgroup: i for i, subject in enumerate(subjects)}
-            tasks = [transit.task(indices[transit.subgroup]) for transit in begun if transit.subgroup]
-            made_of = granted, workload, found, tasks
+            made_of = granted, workload, [*found], [transit.task(i) for i, transit in adopted]
             if self._scheduled is None or self._scheduled[0] != made_of:  # in most steps it is the last one's
                 self._scheduled = made_of, schedule_step(*made_of)
             schedule = self._scheduled[1]
+            begun = [transit for _, transit in adopted]
             self.step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
             # The host begins to update while later tasks are issued.
             self.step.issue(self._give)

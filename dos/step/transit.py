@@ -16,7 +16,7 @@ from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan
 from perfmodel.plan import Move, Tier
-from perfmodel.tasks import GRADIENT, MOVES, SubgroupState, Task
+from perfmodel.tasks import GRADIENT, MOVES, Task
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -250,28 +250,24 @@ class Transits:
         """Block until the transits have ended, so that memory to which they copy can be released."""
         wait_for_all(self.all)
 
-    def adopt(
-        self, plan: Plan, subjects: Sequence[Adopting], found: Sequence[SubgroupState]
-    ) -> tuple[list[SubgroupState], list[Transit]]:
-        """Hand the transits that the step uses over to it; return the subgroups as it finds them, and the transits."""
-        # Gradients of subgroups that are updated on the device after all were sent in vain.
-        used = [s.departed if p is Placement.CPU else () for s, p in zip(subjects, plan.placements, strict=True)]
-        fetched = [self._state.get(s.subgroup) for s in subjects]
-        begun = {t.number: t for departed in used for t in departed} | {t.number: t for t in fetched if t is not None}
-        places = {number: place for place, number in enumerate(sorted(begun))}
+    def adopt(self, plan: Plan, subjects: Sequence[Adopting]) -> list[tuple[int, Transit]]:
+        """Hand the transits that the step uses over to it; return them, each with the index of its subgroup."""
+        used: list[tuple[int, Transit]] = []
+        for i, subject in enumerate(subjects):
+            # Gradients of subgroups that are updated on the device after all were sent in vain.
+            if plan.placements[i] is Placement.CPU:
+                used += [(i, transit) for transit in subject.departed]
+            if subject.subgroup in self._state:
+                used.append((i, self._state[subject.subgroup]))
+        used.sort(key=lambda each: each[1].number)
         # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
-        self.all = [transit for transit in self.all if transit.number not in begun]
+        numbers = {transit.number for _, transit in used}
+        self.all = [transit for transit in self.all if transit.number not in numbers]
         self._state, self._considered = {}, None
         # From here on the step keeps these gradients' memory, and waits for their copies.
         self._freed.clear()
         self._freed_bytes = 0
-        inherited = []
-        for each, departed, state in zip(found, used, fetched, strict=True):
-            if departed or state is not None:
-                coming = tuple([places[transit.number] for transit in departed])
-                each = SubgroupState(*each[:5], coming, None if state is None else places[state.number], *each[7:])
-            inherited.append(each)
-        return inherited, [begun[number] for number in places]
+        return used
 
     def end(self) -> None:
         """Forget all transits, which have ended, and which no step will use."""

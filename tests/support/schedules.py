@@ -21,8 +21,6 @@ def found(
     gradient: Tier | None = Tier.DEVICE,
     numel: int = 12,
     gradient_bytes: int | None = 24,
-    departed: tuple[int, ...] = (),
-    fetched: int | None = None,
     stale_bytes: int = 0,
 ) -> SubgroupState:
-    return SubgroupState(state, gradient, numel, gradient_bytes, 2 * numel, departed, fetched, stale_bytes)
+    return SubgroupState(state, gradient, numel, gradient_bytes, 2 * numel, stale_bytes)

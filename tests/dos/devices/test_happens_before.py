@@ -32,7 +32,8 @@ from dos.step.moves import Moves
 from dos.step.transit import Transits
 from dos.step.unseen import UnseenWrites
 from dos.weights.block import Block
-from perfmodel import Placement, builder
+from perfmodel import Placement
+from perfmodel.builder import ScheduleBuilder
 from tests.support.activations import Net
 from tests.support.blocks import loss, net, start, whole
 from tests.support.blocks import train as train_blocks
@@ -226,9 +227,9 @@ FAULTS = [
     Fault(Step, "issue", "jobs[under_way] = (*self.backward, *behind)", "jobs[under_way] = ()", streamed),
     Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),
     Fault(HostLane, "_prepare", "job.wait()", "pass", on_host, True),
-    Fault(builder.ScheduleBuilder, "_staged", "after = (*vacated,", "after = (*(),", streamed),
-    Fault(builder.ScheduleBuilder, "_staged", "ready + self._backward, slot", "self._backward, slot", streamed, True),
-    Fault(builder.ScheduleBuilder, "_leave", "self._plan.stays(i)), after,", "self._plan.stays(i)), (),", streamed),
+    Fault(ScheduleBuilder, "add", "(buffer.readers or buffer.writers) + after", "after", streamed, True),
+    Fault(ScheduleBuilder, "add", "(buffer.readers or buffer.writers)", "buffer.writers", streamed),
+    Fault(ScheduleBuilder, "add", "after = buffer.writers + after", "pass", streamed),
     Fault(OffloadedGradients, "_free_passage", "reader.exception()", "pass", added_up, True),
     Fault(OffloadedGradients, "forget_all", "total.arrived.exception()", "pass", added_up),
     Fault(offload, "_add_arrived", "job.wait()", "pass", added_up),

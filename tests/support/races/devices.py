@@ -105,10 +105,10 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
             here.sends = None
 
     @around(patch, Transits, "adopt")
-    def inherit(checker: Checker, plain: Any, self: Any, plan: Any, subjects: Any, *rest: Any) -> Any:
-        found, begun = plain(plan, subjects, *rest)
-        checker.use([t.job for t in begun], [gradient.values for s in subjects for _, gradient in s.late])
-        return found, begun
+    def adopt(checker: Checker, plain: Any, self: Any, plan: Any, subjects: Any) -> Any:
+        adopted = plain(plan, subjects)
+        checker.use([t.job for _, t in adopted], [gradient.values for s in subjects for _, gradient in s.late])
+        return adopted
 
     @around(patch, EmulatedDevice, "allocate")
     def allocate(checker: Checker, plain: Any, self: Any, nbytes: int) -> Tensor:
