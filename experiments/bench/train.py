@@ -1,6 +1,6 @@
 """The demo: a byte-level GPT learns real text with torch.optim.AdamW, and with DOSAdam under several policies.
 
-    python -m experiments.train                                        # about three minutes on two cores
+    python -m experiments.train                                        # about a minute on two cores
     python -m experiments.train --data FILE --policies cpu,0.3,stride:3 --steps 200
 
 All runs start from the same parameters, see the same batches and have the same memory. On a machine without GPU the
@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Result(iterations, share, machine.peak_bytes(optimizer), machine.samples, explanation)
 
     label, loss = TextColumn("{task.description:>9}"), TextColumn("loss {task.fields[loss]:.3f}")
-    with Progress(label, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn(), console=console) as progress:
+    columns = label, BarColumn(), MofNCompleteColumn(), loss, TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         # One model is trained by all, so that a turn is a whole run.
         turns = take_turns({name: partial(run, progress, name) for name in (REFERENCE, *policies)}, [False])
         results = {name: result for name, (result,) in turns.items()}
@@ -124,7 +125,7 @@ def _asked(
     parser.add_argument("--lr", type=float, default=1e-3, help="at its highest")
     parser.add_argument("--seed", type=int, default=1)
     for name, default, what in (
-        ("steps", 45, "of each run"),
+        ("steps", 24, "of each run"),
         ("batch", 16, "sequences in a batch"),
         ("context", 32, "bytes in a sequence"),
         ("layers", 3, "of the model"),
@@ -281,7 +282,9 @@ def report(results: Mapping[str, Result], machine: Machine, out: Path, console: 
     console.print(f"Largest difference of a loss from {REFERENCE}'s: {max(gaps):.1e}")
     if DEFAULT in results:
         console.print(
-            f"What policy {DEFAULT!r} says of its last step:\n{results[DEFAULT].explanation}", highlight=False
+            f"What policy {DEFAULT!r} says of its last step:\n{results[DEFAULT].explanation}",
+            soft_wrap=True,
+            highlight=False,
         )
     console.print(f"Written to {out}")
 

@@ -163,8 +163,8 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
         device_bytes = int(USABLE * asked.nbytes) if asked.nominal else asked.nbytes
         if gpu is not None and device_bytes > OVERSTATED * gpu.memory_bytes:
             raise ValueError(
-                f"--gpu {asked.text} is more than the {gpu.name} of {profile.name} has, "
-                f"{format_bytes(gpu.memory_bytes)}; pass a --machine profile of your own for another GPU"
+                f"--gpu {asked.text} is more than the {gpu.name} has, {format_bytes(gpu.memory_bytes)}; for another "
+                "GPU leave out --machine, or pass a profile of your own"
             )
         if asked.nominal:
             notes.append(

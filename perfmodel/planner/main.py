@@ -149,14 +149,22 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
 
 def _model(asked: CommandLine) -> Transformer:
     """Return the model by its size or its configuration. Raises as `question_of` does."""
-    if asked.params is not None and asked.config is None:
+    if asked.params is not None and asked.config is not None:
+        raise ValueError(
+            f"expected one model, found --params and {asked.config!r}; leave one out, and write units without a space: "
+            "--gpu 24GB"
+        )
+    if asked.params is not None:
         return Transformer.of_size(asked.params)
-    if asked.config is not None and asked.params is None:
+    if asked.config is None:
+        raise ValueError(
+            "expected a model: --params 7e9, or a Hugging Face config.json or name such as meta-llama/Llama-3.1-8B"
+        )
+    try:
+        parse_parameters(asked.config)
+    except ValueError:
         return Transformer.load(asked.config)
-    raise ValueError(
-        "expected a model: --params 7e9, or a Hugging Face config.json or name such as "
-        "meta-llama/Llama-3.1-8B, and not both"
-    )
+    raise ValueError(f"expected a configuration, found {asked.config!r}; for a size write --params {asked.config}")
 
 
 def _fabric(asked: CommandLine, machine: Machine) -> Fabric:

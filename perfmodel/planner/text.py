@@ -20,7 +20,7 @@ from perfmodel.planner.outcome import CPU_ONLY, FUSED
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
 from perfmodel.planner.units import format_bytes, format_count, format_seconds, format_tflops
-from perfmodel.planner.whatif import Effect
+from perfmodel.planner.whatif import SOLD, WORTHWHILE, Effect
 
 EFFECTS = {
     Effect.ROUNDING: "; moments in 8 bits give other results than AdamW's",
@@ -79,22 +79,28 @@ def _headline(answer: Answer) -> Iterator[str]:
         yield f"The state of {answer.alternative.policy} fits on the GPU, which needs none of that on the host."
     for remedy, found in zip(answer.remedies, answer.remedies_at_best, strict=True):
         memory, asked = remedy.situation, remedy.situation.question
-        trains = _tokens(asked, asked.step_tokens / remedy.outcome.seconds)
-        if found and found[0].batch > asked.batch:
-            trains += f", {found[0].step_tokens / found[1].seconds:,.0f} with --batch {found[0].batch}"
+        rate = asked.step_tokens / remedy.outcome.seconds
+        best_rate = found[0].step_tokens / found[1].seconds if found else 0.0
+        trains = _tokens(asked, rate)
+        if found and best_rate > (1 + WORTHWHILE) * rate:
+            trains += f", {best_rate:,.0f} with --batch {found[0].batch}"
         yield (
             f"It fits {remedy.change}: the GPU then needs {format_bytes(memory.peak)}, the host "
             f"{format_bytes(memory.host_needed)}; {trains}{EFFECTS.get(remedy.effect, '')}."
         )
+    if not (answer.situation.fits or answer.remedies or answer.fastest):
+        most = format_bytes(max(SOLD[Effect.MACHINE][1]))
+        several = "" if question.ranks > 1 else "; several GPUs may hold it (--ranks 8 --fsdp)"
+        yield f"No setting makes it fit, not even with {most} of host memory{several}."
     if answer.best_batch:
         best, outcome = answer.best_batch
         tokens, takes = _tokens(best, best.step_tokens / outcome.seconds), format_seconds(outcome.seconds)
         fits = f"{what}: fits; " if answer.situation.fits else "At a smaller batch it does: "
         comma = "," if question.ranks > 1 else ""
-        rate = f"{tokens}{comma} at the best batch that fits, {_batch(best)}"
+        at_best = f"{tokens}{comma} at the best batch that fits, {_batch(best)}"
         if answer.fastest and answer.fastest.question == best:
-            rate = "the first line's batch is the best that fits"
-        yield f"{fits}{rate} ({takes} an iteration)."
+            at_best = "the first line's batch is the best that fits"
+        yield f"{fits}{at_best} ({takes} an iteration)."
     if question.flops_source and (answer.best_batch or answer.remedies):
         yield (
             f"That assumes that forward and backward reach {format_tflops(question.flops_rate)} per GPU: "
@@ -123,7 +129,9 @@ def _fastest(best: Fastest) -> Iterator[str]:
     tokens = _tokens(asked, best.tokens_per_s)
     exact = "moments in 8 bits" if asked.state_format == INT8 else "AdamW's results"
     yield f"Fastest with {exact}: {words}: {tokens}, {_batch(asked)} ({share})."
-    yield f"In code{', with the model on the host' if asked.streams else ''}: {_code(asked)}."
+    no_scaler = " (GradScaler, which fp16 needs, is refused where weights stream)"
+    where = ", with the model on the host" if asked.streams else ""
+    yield f"In code{where}: {_code(asked)}{no_scaler if asked.streams and asked.dtype == 'fp16' else ''}."
 
 
 def _code(asked: Question) -> str:

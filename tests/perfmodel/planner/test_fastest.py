@@ -123,5 +123,14 @@ def test_remedies_say_what_they_train(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"--disk 1TB: .*; \d+ tokens/s, \d+ with --batch \d\.\n", shown)
 
 
-def test_nothing_is_said_where_nothing_fits() -> None:
+def test_nothing_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer("--params 70e9 --gpu 8GB --host 64GB")["fastest"] is None
+    shown = text("--params 1000e9 --machine h100 --host 512GB", capsys)
+    assert "No setting makes it fit, not even with 4.0 TiB of host memory; several GPUs may hold it" in shown
+
+
+def test_half_precision_is_told_of_its_scaler() -> None:
+    found = fastest(asked(*["--params", "7e9", "--machine", "v100-32", "--dtype", "fp16", "--host", "128GB"])[0])
+    assert found is not None
+    assert found.question.streams
+    assert "GradScaler, which fp16 needs, is refused where weights stream" in [*_fastest(found)][1]

@@ -25,7 +25,9 @@ FILES = {
 }
 MISTAKES = """
  > expected a model: --params 7e9, or a Hugging Face config.json or name such as
-gpt2.json --params 7e9 > and not both
+gpt2.json --params 7e9 > expected one model, found --params and 'gpt2.json'; leave one out, and write units without a
+--params 7e9 --gpu 24 GB > expected one model, found --params and 'GB'; leave one out, and write units without a space:
+7e9 --gpu 24GB > expected a configuration, found '7e9'; for a size write --params 7e9
 none.json > cannot read none.json: No such file or directory
 . > cannot read config.json: No such file or directory
 torn.json --gpu 9GiB > torn.json: Expecting property name
@@ -55,7 +57,7 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 8 --gpu 9GiB > argument --params: expected 10,000 parameters or more, found '8'; did you mean 8B, or 8M?
 --params seven --gpu 9GiB > argument --params: expected a number such as 7e9, 7B or 350M, of 1 or more
 --params 7e9 --gpu=-24GiB > argument --gpu: expected a size such as 24GiB, of 1 byte or more (and 1e+18 at most), found
---params 7e9 --gpu 1000GiB --machine h100 > --gpu 1000GiB is more than the H100 80 GB of h100 has
+--params 7e9 --gpu 1000GiB --machine h100 > --gpu 1000GiB is more than the H100 80 GB has, 79.6 GiB; for another GPU
 --params 7e9 --machine h100 --host 12XB > argument --host: expected a size
 --params 7e9 --gpu 1GB > 1.0 GiB of device memory are reserved, and there are 1003.5 MiB
 --params 7e9 --gpu 24MiB > argument --gpu: expected 1GB or more, found '24MiB'; did you mean 24GiB?
