@@ -63,4 +63,8 @@ def given_bytes(value: Any, what: str) -> int:
         raise TypeError(f"{what}: the function must give bytes as an int, found {value!r}")
     if not 0 <= value < math.inf:
         raise ValueError(f"{what}: the function must give 0 or more bytes, found {value}")
+    if 0 < value < 1:
+        raise ValueError(
+            f"{what}: the function must give bytes, found {value}; multiply a share by the device's memory"
+        )
     return int(value)

@@ -537,22 +537,22 @@ def check_updates(model: nn.Module, options: Options) -> None:
     """Raise ValueError if backward cannot update the parameters of this model, with the reason and the way out."""
     problem = None
     if options.max_grad_norm is not None:
-        problem = "max_grad_norm= needs the norm of all gradients, which is known only when backward has ended"
+        problem = "max_grad_norm= needs the norm of all gradients, known only after backward; leave it out"
     elif options.skip_nonfinite:
-        problem = "skip_nonfinite=True needs the norm of all gradients, which is known only when backward has ended"
+        problem = "skip_nonfinite=True needs the norm of all gradients, known only after backward; leave it out"
     elif options.disk:
         problem = "disk= reads and writes state behind backward; choose more host_memory"
     parameters = parameters_of(model)
     if problem is None and any(id(p) in reduced_parameters() for p in parameters):
-        problem = "DistributedDataParallel reduces gradients after backward's hooks"
+        problem = "DistributedDataParallel reduces gradients after backward's hooks; train in one process"
     if problem is None and (several_ranks() or any(map(is_sharded, parameters))):
-        problem = "parameters that are divided over ranks, or gradients that ranks reduce, are updated in step()"
+        problem = "ranks divide parameters or reduce gradients, which step() updates; train in one process"
     hooked = first_hooked(parameters)
     if problem is None and hooked is not None:
         raise ValueError(_HOOK.format(tuple(hooked.shape)))
     if problem is not None:
         raise ValueError(
-            f"attach(updates='backward') updates parameters while backward runs: {problem}; or attach the "
+            f"attach(updates='backward') updates parameters while backward runs: {problem}, or attach the "
             "model without updates="
         )
 

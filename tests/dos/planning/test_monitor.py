@@ -165,6 +165,7 @@ def test_numbers_cap_and_functions_replace_what_is_measured(budget: Budget, room
         (lambda: "4 GiB", TypeError, ": .*found '4 GiB'"),
         (lambda: True, TypeError, ": .*found True"),
         (lambda: -1, ValueError, ": .*must give 0 or more bytes, found -1"),
+        (lambda: 0.5, ValueError, ": .*must give bytes, found 0.5; multiply a share by the device's memory"),
         (lambda: math.nan, ValueError, ": .*found nan"),
         (lambda: math.inf, ValueError, ": .*found inf"),
         ("1 GiB", TypeError, " must be .*found"),
