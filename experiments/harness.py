@@ -146,6 +146,14 @@ def missed(limits: Iterable[Limit]) -> list[str]:
     return [limit.name for limit in limits if limit.missed]
 
 
+def console_of(as_json: bool) -> Console:
+    """The console on which a command prints tables, wide where it is no terminal; stderr if stdout has JSON."""
+    console = Console(stderr=as_json)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    return console
+
+
 @contextmanager
 def measuring(as_json: bool, *, emulated: bool = True) -> Iterator[tuple[Console, Progress]]:
     """The console of a command, and what says there what is being measured.
@@ -160,9 +168,7 @@ def measuring(as_json: bool, *, emulated: bool = True) -> Iterator[tuple[Console
 
         torch.set_num_threads(1)
         sys.setswitchinterval(EMULATED_SWITCH_S)
-    console = Console(stderr=as_json)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    console = console_of(as_json)
     try:
         with console.status("measuring") as status:
             yield console, status.update

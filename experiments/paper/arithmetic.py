@@ -20,10 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from experiments.command import Parser, table_of
-from experiments.harness import Limit, finish
+from experiments.harness import Limit, console_of, finish
 from experiments.paper import peers
 from experiments.paper.runs import DATA
 from experiments.paper.zero3 import Mode, Run, update_seconds
@@ -139,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_json()
     options = parser.parse_args(arguments)
     rows, others = read_rows(), peers.read_rows(MODELS)
-    console = Console(stderr=options.json)
+    console = console_of(options.json)
     console.print(table_of("Published runs, seconds of a step", rows, left=3))
     console.print(table_of("Runs from host memory, tokens per second", others, left=4))
     off = median_residual([*rows, *others])
