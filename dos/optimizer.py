@@ -549,9 +549,11 @@ class DOSAdam(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         own = dict(state)
-        self._set_up(own.pop("options"), own.pop("device"))
-        self._session.state.install(own.pop("state"))
-        self._session.assembly.groups = own.pop("param_groups")
+        if "options" in own:  # of a copy or a pickle; user code sets a part, as {"state": defaultdict(dict)}
+            self._set_up(own.pop("options"), own.pop("device"))
+        for name in ("state", "param_groups"):
+            if name in own:
+                setattr(self, name, own.pop(name))
         super().__setstate__(own)
         for group in self.param_groups:
             self._session.admit(group)

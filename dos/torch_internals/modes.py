@@ -65,11 +65,17 @@ _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("PRO
 """The modes of make_fx, export and linearize, of fake tensors, and of both."""
 
 
+def is_compiled_around() -> bool:
+    """Return whether torch.compile compiles what is around the code that runs, and each function that this calls."""
+    compiling = _compiling()
+    return compiling is not None and compiling is not False
+
+
 def is_traced() -> bool:
     """Return whether torch traces what runs, with tensors that may have no memory, or compiles what is around it."""
-    compiling, functorch = _compiling(), torch._C._functorch
+    functorch = torch._C._functorch
     return (
-        (compiling is not None and compiling is not False)
+        is_compiled_around()
         or torch._C._get_tracing_state() is not None
         or (torch._C._len_torch_dispatch_stack() > 0 and any(map(torch._C._get_dispatch_mode, _TRACERS)))
         or any(e.key() == functorch.TransformType.Functionalize for e in functorch.get_interpreter_stack() or ())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dos.parameters.watching import check_hooks, latest_watcher
-from dos.torch_internals.modes import is_compiled, is_traced
+from dos.torch_internals.modes import is_compiled, is_compiled_around, is_traced
 from dos.torch_internals.module_parameters import Links, are_linked, own_parameter, own_parameters, parameters_of
 from dos.weights.block import Block
 
@@ -100,9 +100,9 @@ def check_compiled(plain: Iterable[nn.Module]) -> None:
         )
 
 
-def check_traced() -> None:
-    """Raise RuntimeError where torch traces a model, or compiles it with what is around its blocks."""
-    if is_traced():
+def check_traced(streams: bool) -> None:
+    """Raise RuntimeError where torch compiles a model with what is around its blocks, or traces one that streams."""
+    if is_traced() if streams else is_compiled_around():
         raise RuntimeError(
             "a model whose weights stream ran while torch traced or compiled it as a whole (torch.compile, export, "
             "jit.trace, make_fx, torch.func.linearize, functionalize, fake tensors), and hooks that fetch weights "
@@ -116,5 +116,6 @@ def refuse_to_move() -> None:
         "the weights of this model stream between host and device, so it cannot be moved or converted; leave out "
         "model.to(), .cuda() and .half() after optimizer.attach(model, weights=...), which has put everything where it "
         "belongs, or convert the model before; Hugging Face's Trainer moves models unless its arguments have "
-        "place_model_on_device = False, and Accelerate unless accelerator.device_placement is False"
+        "place_model_on_device = False, Accelerate unless accelerator.device_placement is False, and Lightning unless "
+        "its strategy is told not to (docs/hugging-face.md)"
     )

@@ -79,8 +79,7 @@ class ForwardHooks:
     @hook
     def _begin(self, model: nn.Module) -> None:
         """Begin a forward of the model."""
-        if any(block.streams for block in self._fetching.blocks):
-            check_traced()
+        check_traced(any(block.streams for block in self._fetching.blocks))
         graph = torch.is_grad_enabled()
         if in_backward():  # the model itself is recomputed
             reentrant = graph and self._without_graph > 0
@@ -128,8 +127,7 @@ class ForwardHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Fetch a block that is about to run, and set its copies."""
         block = self.of[module]
-        if block.streams:
-            check_traced()
+        check_traced(block.streams)
         if block.lent:
             block.use_homes()
         if not (self._running or block.running or in_backward()):

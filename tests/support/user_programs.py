@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -436,6 +437,14 @@ def set_anew(job: Job) -> Iterable[Tensor]:
     return job.ends()
 
 
+def begun_anew(job: Job) -> Iterable[Tensor]:
+    """All state is dropped, as forums advise."""
+    job.steps(0, 1)
+    job.optimizer.__setstate__({"state": defaultdict(dict)})
+    job.steps(2, 3)
+    return job.ends()
+
+
 def penalised(job: Job) -> Iterable[Tensor]:
     for seed in range(4):
         penalty = sum((p.square().sum() for n, p in job.model.named_parameters() if "last" in n), torch.zeros(()))
@@ -679,7 +688,7 @@ PROGRAMS: dict[str, dict[Callable[[Job], Iterable[Tensor]], Callable[[Any], obje
     "B": dict.fromkeys((handler_saves, alarm_raises, collected, backward_raises, step_hooks)),
     "C": {
         **dict.fromkeys((averaged, averaged_by_lists, looked_ahead, bounded, decayed_by_hand, set_anew)),
-        **dict.fromkeys((penalised, logged, called_with_its_parameters, sharp)),
+        **dict.fromkeys((begun_anew, penalised, logged, called_with_its_parameters, sharp)),
     },
     "D": {
         **dict.fromkeys((noisy, masked, edited_directly, replaced_gradients, projected, skipping)),

@@ -312,6 +312,15 @@ def test_a_model_that_is_traced(way: Any) -> None:
     assert everything(model, optimizer) == everything(other, reference)
 
 
+def test_a_model_whose_blocks_all_stay_is_compiled() -> None:
+    model = Stack(Parts)
+    optimizer = start(model, 4)
+    train(model, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"traced or compiled it as a whole .* trace copy\.deepcopy\(model\)"):
+        Traces.compile(model, inputs(0, model))
+    train(model, optimizer, 1)
+
+
 def test_functional_call_with_other_tensors() -> None:
     model = Stack(Parts)
     optimizer = start(model, 2)
