@@ -134,8 +134,10 @@ def _fewest(
 
 
 def _choices(question: Question) -> _Choices:
+    """CHOICES that the question leaves open: GradScaler needs gradients on the device, FSDP2 several GPUs."""
+    choices = [each for each in CHOICES if not (question.scales_loss and "offload_gradients" in each[0])]
     several = question.ranks > 1 and not question.offload_parameters
-    return (*CHOICES, SHARDED) if several else CHOICES
+    return (*choices, SHARDED) if several else choices
 
 
 def _with(question: Question, taken: _Choices) -> Question | None:

@@ -171,6 +171,11 @@ class Question:
         return format_of(VALUES[self.dtype], state_format=self.state_format)
 
     @property
+    def scales_loss(self) -> bool:
+        """Whether training needs GradScaler, which needs gradients on the device."""
+        return self.dtype == "fp16"
+
+    @property
     def streams(self) -> bool:
         """Whether weights may stream."""
         return self.weights != "stay"

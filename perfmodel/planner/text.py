@@ -129,9 +129,10 @@ def _fastest(best: Fastest) -> Iterator[str]:
     tokens = _tokens(asked, best.tokens_per_s)
     exact = "moments in 8 bits" if asked.state_format == INT8 else "AdamW's results"
     yield f"Fastest with {exact}: {words}: {tokens}, {_batch(asked)} ({share})."
-    no_scaler = " (GradScaler, which fp16 needs, is refused where weights stream)"
     where = ", with the model on the host" if asked.streams else ""
-    yield f"In code{where}: {_code(asked)}{no_scaler if asked.streams and asked.dtype == 'fp16' else ''}."
+    yield f"In code{where}: {_code(asked)}."
+    if asked.scales_loss and asked.offload_gradients:
+        yield "fp16 needs GradScaler, which does not work with --offload-gradients: leave that out."
 
 
 def _code(asked: Question) -> str:

@@ -136,7 +136,7 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
         yield {"fsdp": True}
     yield from ({"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
-        if question.ranks == 1 and not question.fsdp:
+        if question.ranks == 1 and not question.fsdp and not question.scales_loss:
             yield STREAM
         yield AUTO
         if question.checkpointing:
@@ -153,9 +153,11 @@ def remedies(situation: Situation) -> list[Remedy]:
     if situation.fits:
         return []
     found: list[Remedy] = []
+    scales = situation.question.scales_loss
+    possible = [step for step in STEPS if not (scales and step.changes.get("offload_gradients"))]
     for effect in Effect:
         allowed = {Effect.NOTHING, effect} | ({Effect.ROUNDING} if effect is Effect.TRAINING else set())
-        ways = _remedies(situation.question, [step for step in STEPS if step.effect in allowed], effect)
+        ways = _remedies(situation.question, [step for step in possible if step.effect in allowed], effect)
         found += sorted(ways, key=lambda remedy: remedy.outcome.seconds)[: 1 if effect else MOST_REMEDIES]
         if found and effect is Effect.NOTHING:
             break

@@ -17,6 +17,8 @@ from perfmodel.planner.text import _code, _fastest
 from perfmodel.planner.whatif import WORTHWHILE, _settings
 from tests.support.planner import answer, asked, text, typed
 
+OFFLOADS = "--offload-gradients --checkpointing"
+
 
 def test_no_other_choice_is_faster() -> None:
     question = asked(*["--params", "3e9", "--gpu", "8GB", "--host", "64GB"])[0]
@@ -129,8 +131,11 @@ def test_nothing_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) 
     assert "No setting makes it fit, not even with 4.0 TiB of host memory; several GPUs may hold it" in shown
 
 
-def test_half_precision_is_told_of_its_scaler() -> None:
-    found = fastest(asked(*["--params", "7e9", "--machine", "v100-32", "--dtype", "fp16", "--host", "128GB"])[0])
-    assert found is not None
-    assert found.question.streams
-    assert "GradScaler, which fp16 needs, is refused where weights stream" in [*_fastest(found)][1]
+def test_half_precision_keeps_gradients_where_its_scaler_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--params 7e9 --machine v100-32 --dtype fp16 --host 128GB"
+    found = typed(line)
+    assert found.fastest is not None
+    assert not found.fastest.question.offload_gradients
+    assert found.remedies
+    assert not any(each.situation.question.offload_gradients for each in found.remedies)
+    assert "fp16 needs GradScaler, which does not work with --offload-gradients" in text(f"{line} {OFFLOADS}", capsys)
