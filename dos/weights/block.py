@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dos.devices import Caller, Copy, Device, Job
+from dos.devices.base import has_ended
 from dos.state.arena import Arena, aligned
 from dos.state.own_storage import overlap_with
 from dos.torch_internals.module_parameters import exchange
@@ -77,6 +78,20 @@ class Block:
         self.copies: list[nn.Parameter] = []
         self.places: dict[int, Tensor] = {}
         self._former = FormerMemory()
+
+    def __repr__(self) -> str:
+        """Say where the weights are, what moves them, and who uses them, without a wait."""
+        said = [f"{self.nbytes} bytes", "at home"]
+        if self.filled:
+            coming = self._job is not None and not has_ended(self._job)
+            said[1] = "coming to the device" if coming else "on the device" if self.streams else "stays on the device"
+            said += [f"queues behind its transfer: {len(self._joined)}"] if self._joined else []
+        elif self._reading is not None and not has_ended(self._reading):
+            said.append("a released transfer reads its home")
+        said += [f"forwards that run: {self.running}"] if self.running else []
+        said += ["backward has used it"] if self.touched else []
+        said += ["the modules have its copies"] if self.lent or self.running else []
+        return f"<Block {self.number}: {', '.join(said)}>"
 
     def make_copies(self, like: torch.device) -> None:
         """Make the copies, without memory. like: their device."""

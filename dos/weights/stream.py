@@ -86,6 +86,15 @@ class WeightStream:
         after_interruptions(_forget_interrupted)
         renewed.add(self)
 
+    def __repr__(self) -> str:
+        """Say which blocks are in use or in transit, without a wait."""
+        at_home = [block for block in self.blocks if not (block.filled or block.running)]
+        found = [f"{self.nbytes} bytes on the device", f"{len(at_home)} of {len(self.blocks)} blocks at home"]
+        late = self.fetching.late
+        found += [] if late is None else [f"block {late.number} ran ahead of an update of the blocks behind it"]
+        found += [f"{block}" for block in self.blocks if block not in at_home]
+        return f"<WeightStream: {'; '.join(found)}>"
+
     def renew(self) -> None:
         """Take the homes that a forked child lacks away from it: touching one would be a segmentation fault."""
         for block in self.blocks:
