@@ -475,6 +475,7 @@ def test_blocks_that_were_fetched_ahead_give_way_before_state_does() -> None:
     model, device, x = net(), FaultyDevice(), torch.ones(8, 16, dtype=torch.bfloat16)
     optimizer = start(model, 0, device=device)
     train(model, optimizer, 1)
+    optimizer.synchronize()  # a block whose update runs is not fetched ahead
     blocks = session_of(optimizer).assembly.weights.stream.blocks
     with torch.no_grad():
         model.blocks[0](x)
