@@ -99,7 +99,7 @@ NB_MODULE(_adam, module) {
       .def(
           "enter",
           [](dos::Order& order, int64_t place) {
-            if (order.reached(place)) return;
+            if (order.reached(place)) return order.enter(place);
             const nb::gil_scoped_release release;
             order.enter(place);
           },
@@ -112,6 +112,7 @@ NB_MODULE(_adam, module) {
             order.leave(place);
           },
           "place"_a)
+      .def("await_begin", &dos::Order::await_begin, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &dos::Order::stop)
       .def("close", &dos::Order::close)
       // Returns the start and the end, by time.perf_counter; None if it was stopped before.

@@ -47,6 +47,7 @@ class Order {
       }
       Work& work = *found->second;
       waiting_.erase(found);
+      begin();
       lock.unlock();
       work.times.start = now();
       try {
@@ -66,6 +67,13 @@ class Order {
   void enter(int64_t place) {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return next_ >= place; });
+    begin();
+  }
+
+  // Waits until any place was entered, or its work has begun, but no longer than this.
+  void await_begin(double seconds) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return begun_ || stopped_; });
   }
 
   // Waits as `enter`, and leaves the place, if that has not happened yet.
@@ -108,6 +116,12 @@ class Order {
     bool ran = false, ended = false;
   };
 
+  void begin() {
+    if (begun_) return;
+    begun_ = true;
+    change();
+  }
+
   void change() {
     changes_.fetch_add(1, std::memory_order_release);
     changed_.notify_all();
@@ -133,7 +147,7 @@ class Order {
   std::condition_variable changed_;
   std::map<int64_t, Work*> waiting_;
   int64_t next_ = 0;
-  bool stopped_ = false, closed_ = false;
+  bool stopped_ = false, closed_ = false, begun_ = false;
   std::atomic<uint64_t> changes_{0};
 };
 

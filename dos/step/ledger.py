@@ -240,7 +240,9 @@ class Ledger:
     def _give(self, turn: Turn) -> None:
         assert self._turns is not None, "the step has begun"
         self._turns.give(turn)
-        self._begin_lane()
+        if self._lane_done is None:
+            self._begin_lane()
+            self._turns.let_begin(turn)
 
     @contextlib.contextmanager
     def _failing(self, turns: Turns) -> Iterator[None]:

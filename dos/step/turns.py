@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from dos.devices import Job
+from dos.devices.base import has_ended
 from dos.kernels.update import Arrivals, Order
 from dos.step.work import SubgroupUpdate
 
@@ -17,6 +18,8 @@ _T = TypeVar("_T")
 
 PATIENCE_S = 0.05
 """Seconds that the caller waits without a look for signals."""
+BEGIN_S = 2e-3
+"""The most seconds that the caller leaves Python's lock to the threads that begin the first turn."""
 
 
 class Turn(NamedTuple):
@@ -75,6 +78,14 @@ class Turns:
         self._arrivals.give(number, self._rank[turn.number], events, len(futures))
         for future in futures:
             future.add_done_callback(partial(_tell, self._arrivals, number))
+
+    def let_begin(self, turn: Turn) -> None:
+        """Wait until the update of this turn, the first one, has begun, if it can begin now.
+
+        Else the caller would keep Python's lock for up to `sys.getswitchinterval()`, 5 ms, and the lane would idle.
+        """
+        if all(map(has_ended, turn.ready)):
+            self.order.await_begin(BEGIN_S)
 
     def close(self, error: BaseException | None = None) -> None:
         """Hand over no more turns. error: the exception with which the step has failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
+from dos.devices import ThreadJob
 from dos.devices.base import HostJob
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, Arrivals, prepare
@@ -23,11 +25,11 @@ from dos.state.device_store import DeviceStore
 from dos.step import turns as turns_module
 from dos.step.host_lane import HostLane
 from dos.step.turns import Turn, Turns, reject, resolve
-from dos.step.work import HostUpdate
+from dos.step.work import HostUpdate, SubgroupUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.training import FAST, mlp, train
+from tests.support.training import FAST, backward, mlp, train
 
 WAIT_S = 20
 
@@ -320,3 +322,46 @@ def test_an_answer_that_comes_late_is_no_error() -> None:
     reject(future, ValueError())
     resolve(future, 2)
     assert future.result() == 1
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_the_first_turn_begins_although_the_caller_keeps_pythons_lock(
+    queues: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the caller hands over another turn: a thread would otherwise wait 5 ms for the lock, here for ever."""
+    device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=300, device=device)
+    train(model, optimizer, 2)
+    backward(model, 0)
+    optimizer.synchronize()  # all gradients are on the host
+    begun, handed_over = list[str](), list[list[str]]()
+    prepare, give = SubgroupUpdate.prepare_on_host, Turns.give
+
+    def prepared(update: SubgroupUpdate) -> HostUpdate:
+        found = prepare(update)
+        begun.append("update")
+        return found
+
+    def given(turns: Turns, each: Turn) -> None:
+        handed_over.append([*begun])
+        give(turns, each)
+
+    monkeypatch.setattr(SubgroupUpdate, "prepare_on_host", prepared)
+    monkeypatch.setattr(Turns, "give", given)
+    monkeypatch.setattr(turns_module, "BEGIN_S", WAIT_S)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        optimizer.step()
+    finally:
+        sys.setswitchinterval(interval)
+    optimizer.synchronize()
+    assert len(handed_over) > 1
+    assert handed_over[:2] == [[], ["update"]]
+
+
+def test_the_caller_does_not_wait_for_a_first_turn_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "BEGIN_S", 1e6)
+    turns = Turns([0])
+    turns.let_begin(turn(0, lambda: lambda: None)._replace(ready=[ThreadJob(Future())]))
