@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -188,8 +187,10 @@ class Clipping:
 
     def scales(
         self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float
-    ) -> Iterable[float] | None:
-        """Return the factors by which the step multiplies the gradient of each record; None: the step is skipped.
+    ) -> float | list[float] | None:
+        """Return the factors by which the step multiplies the gradient of each record, or of all.
+
+        None: the step is skipped.
 
         members: tuples that begin with a record. parameters: of the norm, where it is needed. scale: unscales
         gradients.
@@ -201,7 +202,7 @@ class Clipping:
             if self.max_grad_norm is not None:
                 scale *= float(clip_factor(norm, self.max_grad_norm))
         if not self._clipped:
-            return itertools.repeat(scale)
+            return scale
         away = dict(self._offloaded.gradients())
         found: list[GradientOrHandle] = []
         for record, _ in members:

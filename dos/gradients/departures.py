@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Sequence
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dos.devices import Caller, Copy, Device
-from dos.gradients.identity import Token, all_unchanged
+from dos.gradients.identity import Token, Tokens
 from dos.sharding.local import local
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.transit import Transit
-from dos.step.work import Input, Item, SubgroupUpdate, Subject
+from dos.step.work import Item, SubgroupUpdate, Subject
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +57,7 @@ class Departure:
     awaited: pieces whose gradients are expected in this iteration and not gathered yet; once it is empty, the gathered
         ones are sent.
     callers: the caller's queues in which the gathered gradients were written, or copied into another layout.
+    whole: the transit of all pieces, and their tokens in the order of the pieces; None: they were not sent at once.
     """
 
     subgroup: Subgroup
@@ -66,6 +66,7 @@ class Departure:
     gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
     sent: dict[Piece, tuple[Transit, Token]] = field(default_factory=dict)
+    whole: tuple[Transit, Tokens] | None = None
 
     @property
     def copies(self) -> list[Copy]:
@@ -74,12 +75,13 @@ class Departure:
 
     def mark_sent(self, transit: Transit) -> None:
         """Note that the gathered gradients are in transit."""
+        gathered, pieces = self.gathered, self.subgroup.pieces
+        if len(gathered) == len(pieces):
+            self.whole = transit, Tokens([gathered[piece][1] for piece in pieces], pieces[0].parameter_start)
+        else:
+            self.whole = None
         self.sent |= {piece: (transit, written) for piece, (_, written) in self.gathered.items()}
         self.gathered, self.callers = {}, set()
-
-
-_Sent = tuple[Piece, Input, Transit, Token, _Seen]
-"""A piece whose gradient was sent, with the gradient that the step finds, and the one that was sent."""
 
 
 class Departures:
@@ -100,6 +102,10 @@ class Departures:
         self._departures: dict[Subgroup, Departure] = {}
         self._fired = 0
         self._fired_last = 0
+        self._again = False
+        """Whether a gradient has another token than when it was sent, or may have been edited."""
+        self._whole: list[Departure] = []
+        """Those that this step has found to be untouched as a whole."""
         self._explained = False
 
     @property
@@ -129,7 +135,7 @@ class Departures:
         if gradient is None or not places:
             return []
         # Before the copy is issued, because the step compares with the gradient as the copy reads it.
-        written = seen.written = Token(gradient, here=here)
+        written = seen.written = Token(gradient, here=here, like=record.form)
         if written.bits is not None:
             self._with_bits[record] = seen
         staging = record.arena.incoming.tensor
@@ -170,7 +176,9 @@ class Departures:
         seen = self._seen.get(record)
         if seen is None:
             seen = self._seen[record] = _Seen()
-        seen.written = None
+        if seen.written is not None:
+            self._again |= seen.written.sent
+            seen.written = None
         if gradient is None:
             return seen
         self._fired += 1
@@ -185,7 +193,7 @@ class Departures:
         """Note that user code may have edited the gradient, which no version need have counted."""
         seen = self._seen.get(record)
         if seen is not None and seen.written is not None:
-            seen.written.rewritten = True
+            seen.written.rewritten = self._again = True
 
     def marked(self) -> list[tuple[Token, Tensor]]:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
@@ -202,7 +210,7 @@ class Departures:
         writes: the number of writes to every gradient since backward that changed no value (GradScaler's check for
             inf); None: values have changed.
         """
-        self._writes, self._checked = writes, {}
+        self._writes, self._checked, self._whole = writes, {}, []
 
     def _is_untouched(self, record: ParameterRecord, seen: _Seen) -> bool:
         """Return whether this step finds the gradient as backward has written it. Looks once."""
@@ -213,55 +221,46 @@ class Departures:
 
     def subjects(self, updates: Iterable[tuple[Subgroup, SubgroupUpdate | None]]) -> list[Subject]:
         """Return these subgroups in a step, with the transits of gradients that are still valid."""
-        found = [
-            (subgroup, update, [] if update is None or update.offloaded else self._sent(subgroup, update.items))
-            for subgroup, update in updates
-        ]
-        each = itertools.chain.from_iterable([sent for *_, sent in found])
-        unchecked = {known: (given, written) for _, given, _, written, known in each if known not in self._checked}
-        if self._all_untouched(unchecked.values()):
-            self._checked.update(dict.fromkeys(unchecked, True))
-        return [self._subject(*each) for each in found]
+        return [self._subject(subgroup, update) for subgroup, update in updates]
 
-    def _sent(self, subgroup: Subgroup, items: Sequence[Item]) -> list[_Sent]:
-        """Return the pieces whose last gradients were sent early, which may have changed since."""
+    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
+        if update is None or update.offloaded:
+            return Subject(subgroup, update, (), ())
         departure = self._departures.get(subgroup)
         # A wider staging may have replaced the one to which they were sent.
         if departure is None or not departure.sent or departure.staging is not subgroup.arena.gradient:
-            return []
-        sent, seen = departure.sent, self._seen
-        # The gradient that was sent may be of an earlier backward than the last one.
-        return [
-            (piece, given, *sent[piece], seen[piece.record])
-            for piece, given in items
-            if piece in sent and seen[piece.record].written is sent[piece][1]
-        ]
-
-    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None, sent: Sequence[_Sent]) -> Subject:
-        if update is None or update.offloaded:
-            return Subject(subgroup, update, (), ())
-        checked = self._checked
-        holding = {
-            piece: transit
-            for piece, _, transit, _, known in sent
-            if (checked[known] if known in checked else self._is_untouched(piece.record, known))
-        }
+            return Subject(subgroup, update, (), update.items)
+        if departure.whole is not None and self._is_whole(departure.whole[1], update):
+            self._whole.append(departure)
+            return Subject(subgroup, update, (departure.whole[0],), ())
+        sent = self._sent(departure, update.items)
+        holding = {piece: transit for piece, transit, known in sent if self._is_untouched(piece.record, known)}
         transits = {transit.number: transit for transit in holding.values()}
         late = [item for item in update.items if item[0] not in holding] if holding else update.items
         return Subject(subgroup, update, list(transits.values()), late)
 
-    def _all_untouched(self, gathered: Collection[tuple[Input, Token]]) -> bool:
-        """Return whether these are known to be untouched, asking all at once; False: ask each."""
-        forms = [given.form for given, _ in gathered]
-        if self._writes is None or None in forms:
+    def _is_whole(self, tokens: Tokens, update: SubgroupUpdate) -> bool:
+        """Return whether all gradients of an update are known to be as they were sent, asking all at once."""
+        if self._again or self._writes is None or not update.whole:
             return False
-        gradients, tokens = [given.values for given, _ in gathered], [written for _, written in gathered]
-        return all_unchanged(tokens, gradients, forms, self._writes)
+        values, addresses, _, _, _, _, forms = zip(*[given for _, given in update.items], strict=True)
+        return tokens.unchanged(values, addresses, forms, self._writes)
+
+    def _sent(self, departure: Departure, items: Sequence[Item]) -> list[tuple[Piece, Transit, _Seen]]:
+        """Return the pieces whose last gradients were sent early, which may have changed since."""
+        sent, seen = departure.sent, self._seen
+        # The gradient that was sent may be of an earlier backward than the last one.
+        return [
+            (piece, sent[piece][0], seen[piece.record])
+            for piece, _ in items
+            if piece in sent and seen[piece.record].written is sent[piece][1]
+        ]
 
     def finish(self) -> None:
         """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
         checked = self._checked
+        checked |= {self._seen[piece.record]: True for each in self._whole for piece in each.subgroup.pieces}
         for record, seen in fired:
             untouched = checked.get(seen)
             seen.untouched = self._is_untouched(record, seen) if untouched is None else untouched
@@ -281,8 +280,8 @@ class Departures:
         """Forget all gradients seen so far, and refer to none of them."""
         for seen in self._seen.values():
             seen.times, seen.gradient, seen.written = 0, None, None
-        self._departures, self._checked, self._with_bits = {}, {}, {}
-        self._fired = 0
+        self._departures, self._checked, self._with_bits, self._whole = {}, {}, {}, []
+        self._fired, self._again = 0, False
 
     def forget_records(self, records: Iterable[ParameterRecord]) -> None:
         """Forget records whose parameters were replaced."""

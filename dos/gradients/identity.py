@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import counts_writes, local, version
+from dos.state.record import Form
 from dos.torch_internals.tensors import storage_address, version_counter
 
 GradientOrHandle = Tensor | Future
@@ -27,19 +28,23 @@ class Token:
 
     gradient: None where DDP will set another tensor with the same values as `p.grad`.
     negated: whether its memory has the values with the other sign, as a lazily negated tensor's; False for a handle.
+    sent: whether `Tokens` has it.
     bits: a fingerprint, where the version does not count all writes, or for another tensor; rewritten: whether
         `look_at_bits` has found other bits.
     """
 
     # `step()` reads thousands of these before its first work, cold: they take less memory so.
-    __slots__ = ("_address", "_form", "_plain", "_seen_version", "_storage", "bits", "gradient", "negated", "rewritten")
+    __slots__ = (
+        *("_address", "_form", "_plain", "_seen_version", "_storage"),
+        *("bits", "gradient", "negated", "rewritten", "sent"),
+    )
 
-    def __init__(self, gradient: GradientOrHandle, *, here: bool = True) -> None:
-        """here: whether `p.grad` is this tensor itself."""
+    def __init__(self, gradient: GradientOrHandle, *, here: bool = True, like: Form | None = None) -> None:
+        """here: whether `p.grad` is this tensor itself. like: the form that it most likely has."""
         # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
         self.gradient: weakref.ref[Any] | None = weakref.ref(gradient) if here else None
         self.bits: Tensor | None = None
-        self.rewritten = self.negated = False
+        self.rewritten = self.negated = self.sent = False
         self._plain = type(gradient) is Tensor  # as almost all gradients are
         if isinstance(gradient, Tensor):
             try:
@@ -50,7 +55,8 @@ class Token:
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
             self._storage = StorageWeakRef(mine.untyped_storage())
             self.negated = mine.is_neg()  # once, because it lets go of Python's lock
-            self._address, self._form = mine.data_ptr(), (mine.dtype, mine.shape, mine.stride(), self.negated)
+            form = mine.dtype, mine.shape, mine.stride(), self.negated
+            self._address, self._form = mine.data_ptr(), like if like == form else form  # one object compares at once
             if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
 
@@ -90,17 +96,39 @@ class Token:
         return (version_counter(gradient) if self._plain else version(gradient)) - self._seen_version
 
 
-def all_unchanged(tokens: Sequence[Token], gradients: Sequence[Tensor], forms: Sequence[object], writes: int) -> bool:
-    """Return whether each token is known to be `unchanged`, asking one thing of all at a time; False: ask each.
+class Tokens:
+    """Tokens of gradients that are sent together, column by column, so that all are compared at once.
 
-    forms: dtype, shape, strides and sign of each gradient.
+    usual: whether the columns say all that the tokens do, as long as none is `rewritten`.
     """
-    return (
-        False not in [t._plain and t.bits is None and not t.rewritten for t in tokens]
-        and None not in [t.gradient for t in tokens]
-        and all(map(operator.is_, [t.gradient() for t in tokens], gradients))  # type: ignore[misc]
-        and [version_counter(g) - writes for g in gradients] == [t._seen_version for t in tokens]
-        and [t._form for t in tokens] == forms
-        and [g.data_ptr() for g in gradients] == [t._address for t in tokens]
-        and [storage_address(g.untyped_storage()) for g in gradients] == [t._storage.cdata for t in tokens]
-    )
+
+    __slots__ = ("_addresses", "_forms", "_gradients", "_storages", "_versions", "usual")
+
+    def __init__(self, tokens: Sequence[Token], start: int) -> None:
+        """start: the first element of the first gradient that was sent."""
+        each = [
+            (t._address, t._form, t._seen_version, t._storage.cdata, t.gradient, t._plain and t.bits is None)
+            for t in tokens
+        ]
+        addresses, self._forms, versions, storages, self._gradients, plain = zip(*each, strict=True)
+        self._addresses = addresses[0] + start * self._forms[0][0].itemsize, *addresses[1:]
+        self._versions, self._storages = [*versions], [*storages]  # the tokens keep the storages
+        self.usual = False not in plain and None not in self._gradients
+        for token in tokens:
+            token.sent = True
+
+    def unchanged(
+        self, gradients: Sequence[Tensor], addresses: tuple[int, ...], forms: tuple[object, ...], writes: int
+    ) -> bool:
+        """Return whether each token is known to be `unchanged`; False: ask each.
+
+        addresses: of the first element of each gradient that was sent. forms: of the gradients.
+        """
+        return (
+            self.usual
+            and self._addresses == addresses
+            and self._forms == forms
+            and all(map(operator.is_, [known() for known in self._gradients if known is not None], gradients))
+            and self._versions == [version_counter(gradient) - writes for gradient in gradients]
+            and self._storages == [storage_address(gradient.untyped_storage()) for gradient in gradients]
+        )

@@ -17,6 +17,14 @@ from dos.torch_internals.dtensors import local_tensor
 from dos.torch_internals.tensors import is_zero_tensor, storage_address, version_counter
 from perfmodel.format import MASTER_KEY, scale_shape
 
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+"""The dtype, shape, strides and sign of a gradient."""
+
+
+def form_of(gradient: Tensor) -> Form:
+    """Return the form of a tensor."""
+    return gradient.dtype, gradient.shape, gradient.stride(), gradient.is_neg()
+
 
 class ParameterRecord:
     """One parameter's flat memory, its slice of the arena, and its version and address as they were last seen.
@@ -37,6 +45,7 @@ class ParameterRecord:
         parameter.
     step: the step in `optimizer.state[p]`. count: the number of steps, which may be ahead of it.
     fresh: whether the state is zero, because it was never written.
+    form: of the last gradient that was checked; None: none was that can be used in place.
     """
 
     # Of the class until they differ: CPython 3.11 keeps 30 attributes of an instance beside it. Of one that has more it
@@ -60,7 +69,7 @@ class ParameterRecord:
         self.data_ptr = -1
         self._strides: tuple[int, ...] = ()
         _, self._dtype, self._shape, self.layout = self.kind = kind_of(mine)
-        self._gradient_dtype: torch.dtype | None = None
+        self.form: Form | None = None
         self.step = torch.zeros((), dtype=torch.float32, device="cpu")
         self.count = self._step_written = 0.0
         self.fresh = True
@@ -179,7 +188,8 @@ class ParameterRecord:
             and (
                 gradient is None
                 or (
-                    gradient.dtype is self._gradient_dtype
+                    self.form is not None
+                    and gradient.dtype is self.form[0]
                     and gradient.layout is torch.strided
                     and gradient.stride() == self._strides
                     and gradient.shape == self._shape
@@ -190,8 +200,8 @@ class ParameterRecord:
         )
 
     def remember_gradient(self, gradient: Tensor | None) -> None:
-        """Remember the dtype of a gradient that was checked, for `settled`."""
-        self._gradient_dtype = None if self.stand_in or gradient is None else gradient.dtype
+        """Remember the form of a gradient that was checked, for `settled`."""
+        self.form = None if self.stand_in or gradient is None else form_of(gradient)
 
     def saw(self, *, replaced: bool = True) -> bool:
         """Remember the parameter as it is now; return whether that was done.

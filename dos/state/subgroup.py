@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -84,9 +85,10 @@ class Subgroup:
         self.uploads.forget()
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """The numbers of the records of its pieces."""
-        return [piece.record.number for piece in self.pieces]
+    def inputs_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+        """Takes what each of its pieces has in a list by the numbers of records."""
+        first, *others = [piece.record.number for piece in self.pieces]
+        return operator.itemgetter(first, *others) if others else lambda values: (values[first],)
 
     @cached_property
     def sharded(self) -> bool:

@@ -72,8 +72,12 @@ class SubgroupUpdate:
         *,
         offloaded: bool,
         written: bool = True,
+        complete: bool = False,
     ) -> None:
-        """gradients: by number of the record; None: no gradient. written: whether any may be `parameter_written`."""
+        """gradients: by number of the record; None: no gradient. written: whether any may be `parameter_written`.
+
+        complete: whether all have a gradient.
+        """
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
@@ -82,8 +86,9 @@ class SubgroupUpdate:
         self.weights: Tensor | None = None
         self.from_disk = False
         self.arriving: Sequence[Job] = ()
-        given = zip(subgroup.pieces, [gradients[n] for n in subgroup.numbers], strict=True)
-        self.items: list[Item] = [(piece, gradient) for piece, gradient in given if gradient is not None]
+        self.items: list[Item]
+        given = zip(subgroup.pieces, subgroup.inputs_of(gradients), strict=True)
+        self.items = [*given] if complete else [each for each in given if each[1] is not None]
         self._any_written = written
         self._whole = len(self.items) == len(subgroup.pieces)
         self.numel = subgroup.numel if self._whole else sum(piece.numel for piece, _ in self.items)
@@ -99,6 +104,11 @@ class SubgroupUpdate:
             self._whole = False
             self.numel = sum(piece.numel for piece, _ in self.items)
         return self
+
+    @property
+    def whole(self) -> bool:
+        """Whether all pieces are updated."""
+        return self._whole
 
     @property
     def pieces(self) -> Sequence[Piece]:

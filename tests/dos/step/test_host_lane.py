@@ -25,7 +25,7 @@ from dos.state.device_store import DeviceStore
 from dos.step import turns as turns_module
 from dos.step.host_lane import HostLane
 from dos.step.turns import Turn, Turns, reject, resolve
-from dos.step.work import HostUpdate, SubgroupUpdate
+from dos.step.work import HostUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from tests.support.fake_cuda import FakeCudaDevice, install
@@ -336,18 +336,17 @@ def test_the_first_turn_begins_although_the_caller_keeps_pythons_lock(
     backward(model, 0)
     optimizer.synchronize()  # all gradients are on the host
     begun, handed_over = list[str](), list[list[str]]()
-    prepare, give = SubgroupUpdate.prepare_on_host, Turns.give
+    update, give = HostLane._update, Turns.give
 
-    def prepared(update: SubgroupUpdate) -> HostUpdate:
-        found = prepare(update)
+    def updated(lane: HostLane, *arguments: Any) -> Span:
         begun.append("update")
-        return found
+        return update(lane, *arguments)
 
     def given(turns: Turns, each: Turn) -> None:
         handed_over.append([*begun])
         give(turns, each)
 
-    monkeypatch.setattr(SubgroupUpdate, "prepare_on_host", prepared)
+    monkeypatch.setattr(HostLane, "_update", updated)
     monkeypatch.setattr(Turns, "give", given)
     monkeypatch.setattr(turns_module, "BEGIN_S", WAIT_S)
     interval = sys.getswitchinterval()
