@@ -31,11 +31,12 @@ def fingerprint(tensor: Tensor) -> Tensor:
     elif tensor.storage_offset() % per_word:
         tensor = tensor.clone()  # so that the first word begins with the first element
     flat, row = tensor.view(-1), COLUMNS * per_word
-    end = len(flat) // row * row
+    numel = flat.numel()  # `len` makes four calls
+    end = numel // row * row
     if not end:
         return flat.view(_bits(tensor)).to(torch.int64)
     sums = flat[:end].view(torch.int64).view(-1, COLUMNS).sum(0)
-    return sums if end == len(flat) else torch.cat([sums, flat[end:].view(_bits(tensor)).to(torch.int64)])
+    return sums if end == numel else torch.cat([sums, flat[end:].view(_bits(tensor)).to(torch.int64)])
 
 
 def _bits(tensor: Tensor) -> torch.dtype:

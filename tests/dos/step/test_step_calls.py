@@ -14,6 +14,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.step.host_lane import Turns
+from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.training import FAST
 
 SIZE, EACH = 256, 8
@@ -29,14 +30,13 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
 
     With those of C. The last steps look at all parameters at once.
     """
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
-    settings: dict[str, Any] = {"policy": "cpu", "device": EmulatedDevice(FAST, 10**9)}
-    optimizer = DOSAdam(model.parameters(), subgroup_size=SIZE * EACH, **settings)
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
     found, give = 0, Turns.give
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -47,12 +47,12 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
         sys.setprofile(None)
         give(turns, turn)
 
-    for step in range(4):
+    for step in range(5):
         sum(p.square().sum() for p in model).backward()
         optimizer.synchronize()
         with monkeypatch.context() as patched:
             patched.setattr(Turns, "give", given)
-            sys.setprofile(count if step == 3 else None)
+            sys.setprofile(count if step == 4 else None)
             try:
                 optimizer.step()
             finally:
@@ -61,9 +61,12 @@ def calls(parameters: int, monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-def test_calls_before_the_first_work_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (calls(parameters, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
-    assert (many - few) / (20 * EACH) <= 36
+@pytest.mark.parametrize(("queues", "most"), [(True, 15), (False, 24)])
+def test_calls_before_the_first_work_of_a_step(queues: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three for each parameter, the others for its subgroup; bits are compared where the device does not queue."""
+    device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
+    few, many = (calls(parameters, device, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
+    assert (many - few) / (20 * EACH) <= most
 
 
 def calls_in_backward(parameters: int, updates: str) -> int:
