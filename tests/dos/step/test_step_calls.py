@@ -33,7 +33,8 @@ def no_garbage() -> Iterator[None]:
 def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
 
-    With those of C. The last steps look at all parameters at once.
+    With those of C. The last steps look at all parameters at once. Without those that make a schedule, which most steps
+    take from the last one: here times vary by too much.
     """
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
@@ -41,7 +42,7 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 
     def count(frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
-        found += event in ("call", "c_call")
+        found += event in ("call", "c_call") and "/perfmodel/" not in frame.f_code.co_filename
 
     def given(turns: Turns, turn: Any) -> None:
         sys.setprofile(None)
@@ -61,7 +62,7 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return found
 
 
-@pytest.mark.parametrize(("queues", "most"), [(True, 15), (False, 24)])
+@pytest.mark.parametrize(("queues", "most"), [(True, 11), (False, 23)])
 def test_calls_before_the_first_work_of_a_step(queues: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three for each parameter, the others for its subgroup; bits are compared where the device does not queue."""
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
