@@ -5,8 +5,10 @@ Those with tests of their own: train, sweep, published, arithmetic, job, gpu_che
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -16,15 +18,16 @@ from torch import nn
 
 import dos.planning.monitor
 from dos.calibration.measure import MINIMUM
-from experiments.bench import activations, disk, emulation, formats, kernel, memory, overhead, overlap, planner
+from experiments.bench import activations, disk, emulation, formats, kernel, memory, overhead, overlap, planner, weights
 from experiments.bench.neighbours import neighbours
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import missed
-from experiments.miniature import equal_subgroups, slowed
+from experiments.miniature import equal_subgroups, least_iteration_s, slowed
 from perfmodel import Placement
 from perfmodel.adaptive import adaptive
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile, builtin_profiles
+from perfmodel.simulate import Scope, Simulator
 from tests.support.clock import compares_with_a_clock
 from tests.support.figures import read_figures
 
@@ -125,6 +128,24 @@ def test_strides_with_all_weights_and_with_each_number_of_slots_are_among_the_pl
     """On a GH200, whose links are so fast that streaming all state is best."""
     row = planner.row(builtin_profiles()["gh200"], planner.KIND_SUBGROUPS, "forward", kind)
     assert not missed(planner.limits([{**row, "plan_s": 0.0}]))
+
+
+def test_the_bound_of_weights_that_stream_counts_what_follows_the_last_update() -> None:
+    """No plan is faster, in simulation, and the planner's is near it."""
+    numel = GPT(weights.CONFIG).numel
+    profile = slowed(HardwareProfile.builtin("rtx_4090_desktop"), equal_subgroups(numel, numel // 48, state=SPLIT), 3.0)
+    work, rng = weights.workload(int(numel * 2 / weights.WEIGHTS_SHARE), "stream", 2), Random(0)
+    bound, simulator, plan = (
+        weights.bound_s(work, profile),
+        Simulator(work, profile, Scope.beside(work)),
+        adaptive(work, profile),
+    )
+    for _ in range(40):
+        placements = list(plan.placements)
+        rng.shuffle(placements)
+        assert simulator.makespan(dataclasses.replace(plan, placements=tuple(placements))) > bound
+    assert bound < simulator.makespan(plan) < 1.06 * bound
+    assert bound > 1.015 * least_iteration_s(work, profile)
 
 
 SLOW = slowed(HardwareProfile.builtin("h100"), equal_subgroups(500_000, 31_250), 0.1)

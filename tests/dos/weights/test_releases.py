@@ -16,7 +16,7 @@ from tests.support.blocks import RUNS, inputs, loss, net, recomputed, start, tra
 from tests.support.devices import Watched
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import bits, everything
-from tests.support.ways import Parts, Stack, twice_in_a_row, twice_within
+from tests.support.ways import Parts, Slope, Stack, twice_in_a_row, twice_within
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -278,6 +278,22 @@ def test_weights_that_are_written_after_blocks_have_run_by_themselves() -> None:
         return bits(seen)
 
     assert end(2) == end(0) == end(None)
+
+
+def test_weights_that_are_written_after_a_forward_that_ran_a_backward() -> None:
+    """Which is not the one of that forward: both blocks are there yet, and not what the next forward uses."""
+
+    def end(weights: Any) -> list[bytes]:
+        model, seen = Stack(Slope), list[Tensor]()
+        model.blocks = model.blocks[:2]
+        optimizer, references = start(model, weights), list(model.parameters())
+        for step in range(2):
+            seen.append(loss(model, step).detach())
+            swap(model, references, 0.1)
+        optimizer.synchronize()
+        return bits(seen)
+
+    assert end(0) == end(None)
 
 
 def test_a_forward_within_another_leaves_the_order_of_blocks_as_it_is() -> None:
