@@ -126,8 +126,7 @@ class Fetching:
         if not block.replaced():
             return
         # Of all blocks at once: the memory of one may be the place of another's, as where user code exchanges weights.
-        blocks = [each for each in self.blocks if each is block or not each.running]
-        found = {each: parameters for each in blocks if (parameters := each.replaced())}
+        found = {each: parameters for each in self.blocks if (parameters := each.replaced())}
         # As `WeightStream.before_reading`, within a call of the optimizer.
         for each in found:
             self.release_unused(each)

@@ -18,17 +18,20 @@ class FormerMemory:
     def __init__(self) -> None:
         # By ids of parameters, which the block keeps. References are weak: most often user code keeps nothing.
         self._given: dict[int, list[StorageWeakRef]] = {}
-        """Memory of each parameter whose values are those of the parameter."""
+        """Memory of each parameter whose values are those of the parameter, or were before it moved."""
         self._kept: dict[int, list[tuple[StorageWeakRef, Tensor]]] = {}
+        self._several = set[int]()
+        """The parameters of which user code keeps memory that they had before."""
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._kept or self._several)
 
     def give(self, p: Tensor, place: Tensor) -> None:
         """Let the parameter have this memory, in a storage of its own."""
         # Programs that save checkpoints take tensors that share one for one tensor.
         p.data = with_own_storage(place)
-        alive = (each for each in self._given.get(id(p), ()) if not each.expired())
+        alive = [each for each in self._given.get(id(p), ()) if not each.expired()]
+        (self._several.add if alive else self._several.discard)(id(p))
         self._given[id(p)] = [*alive, StorageWeakRef(p.untyped_storage())]
 
     def is_back(self, p: Tensor) -> bool:
@@ -44,10 +47,12 @@ class FormerMemory:
 
         `place`, in which the values of before are, is about to be overwritten.
         """
-        before = self._find(p) if id(p) in self._kept else None
         now = StorageWeakRef(p.untyped_storage())
+        if now in self._given.get(id(p), ()):
+            return place  # user code has put back what it kept, and the parameter has moved and was trained since
+        before = self._find(p) if id(p) in self._kept else None
         kept = [each for each in self._kept.pop(id(p), ()) if each[0] != now and not each[0].expired()]
-        given = [each for each in self._given.pop(id(p), ()) if each != now and not each.expired()]
+        given = [each for each in self._given.pop(id(p), ()) if not each.expired()]
         if given:
             former = place.detach().to("cpu", copy=True)  # the device may have no memory for it
             kept += [(each, former) for each in given]

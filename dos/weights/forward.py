@@ -219,9 +219,9 @@ class ForwardHooks:
 
     @hook
     def _fetch_late(self) -> None:
-        """Start to fetch the blocks that were not updated when the block before them began, which runs yet."""
+        """Start to fetch the blocks that were not updated when the block before them began."""
         block, self._fetching.late = self._fetching.late, None
-        if block is not None and block.running and not in_backward():
+        if block is not None and not in_backward():
             self._fetching.fetch_ahead(block, self._order.following)
 
     def forget(self) -> None:

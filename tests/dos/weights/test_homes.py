@@ -25,11 +25,12 @@ from dos.devices import Job
 from dos.weights.block import Block
 from dos.weights.fetching import Fetching
 from perfmodel import Op
-from tests.support.blocks import inputs, loss, net, start, train
+from tests.support.blocks import RUNS, inputs, loss, net, start, train
 from tests.support.crossings import crossed
 from tests.support.devices import FaultyDevice, Watched
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import FAST, bits, everything
+from tests.support.ways import PartAgain, Stack
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -235,10 +236,12 @@ def test_the_next_block_that_streams_comes_while_one_before_it_computes_whatever
         assert fetched[n:] == order[n:][: sum(other > block + 1 for other in streams)], "backward"
 
 
+@pytest.mark.parametrize(("run", "expected", "back"), [(RUNS[0], [0, 1], 3), (RUNS[1], [0], 5)])
 def test_a_block_that_is_updated_while_the_one_before_it_computes_is_fetched_then(
-    monkeypatch: pytest.MonkeyPatch,
+    run: Any, expected: list[int], back: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, device = net(), Watched()
+    """Where autograd saves a tensor, and not in backward, which comes to it last."""
+    model, device = net(run=run), Watched()
     optimizer = start(model, 0, device=device)
     train(model, optimizer, 2, micro_batches=1)
     optimizer.synchronize()
@@ -255,8 +258,9 @@ def test_a_block_that_is_updated_while_the_one_before_it_computes_is_fetched_the
     device.fetched.clear()
     next(model.blocks[0].children()).register_forward_pre_hook(update)
     model.blocks[0].register_forward_hook(lambda *_: at_end.extend(device.fetched))
-    loss(model, 3)
-    assert at_end == [0, 1]
+    loss(model, 3).backward()
+    assert at_end[: len(expected)] == expected
+    assert device.fetched == [*range(6), *range(back, -1, -1)]
 
 
 @pytest.mark.parametrize("stay", [0, 4, 5])
@@ -412,6 +416,19 @@ def test_a_block_that_lists_its_parameters_while_it_runs_has_copies() -> None:
     assert found == [True]
 
 
+def test_a_part_that_lists_its_parameters_when_another_threads_backward_recomputes_it_has_copies() -> None:
+    """As all parts are recomputed on a GPU, by a thread of autograd's."""
+    model, found = Stack(PartAgain), list[bool]()
+    optimizer, block = start(model, 0), model.blocks[2]
+    homes = {id(p) for p in block.parameters()}
+    block.norm.register_forward_hook(lambda *_: found.append(homes.isdisjoint(map(id, block.parameters()))))
+    thread = threading.Thread(target=loss(model, 0).backward)
+    thread.start()
+    thread.join()
+    optimizer.step()
+    assert found == [True, True]
+
+
 def test_another_thread_that_lists_parameters_while_a_block_runs_has_the_weights() -> None:
     """As one that saves or logs. The copies lose their memory when the block has run, and to read it is a fault."""
     model, found = net(), list[list[int]]()
@@ -558,7 +575,11 @@ def test_tensors_that_user_code_keeps_of_weights_that_stayed_keep_their_memory()
     kept = [p.detach() for p in model.blocks[2].parameters()]
     before = bits(kept)
     homes = session_of(optimizer).assembly.weights
-    homes.move(homes.stream.blocks[2], streams=True)
+    block, block_of = homes.stream.blocks[2], homes.stream.copies.block_of
+    left = block.copies[0].detach()
+    homes.move(block, streams=True)
+    assert block_of(left) is None, "a tensor of another owner may be there"
+    assert block_of(block.copies[0]) is block
     assert bits(kept) == before
     assert bits(model.blocks[2].parameters()) == before
     other = net()

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos import DOSAdam, EmulatedDevice
-from tests.support.blocks import WIDE, loss, net, start
+from tests.support.blocks import WIDE, inputs, loss, net, start
 from tests.support.crossings import crossed
 from tests.support.devices import UpdatesAfterStep
 from tests.support.disk import bytes_on_disk
@@ -280,3 +281,50 @@ def test_weights_that_are_put_back_after_an_evaluation(dtype: torch.dtype, weigh
         homes = session_of(optimizer).assembly.weights
         assert homes is None or not any(block.kept for block in homes.stream.blocks), "values that nobody can put back"
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("weights", [0, 4])
+def test_memory_that_is_put_back_though_nothing_took_its_place(weights: int) -> None:
+    """Also where the weight has moved since, so that the memory that was kept has old values."""
+    ends = []
+    for streams in (weights, None):
+        model = net(torch.float32, blocks=4)
+        optimizer = start(model, streams)
+        kept = {p: p.data for p in model.parameters()}
+        for step in range(4):
+            loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.synchronize()
+            homes = session_of(optimizer).assembly.weights
+            if homes is not None and step % 2 == 0:
+                for block in homes.stream.blocks:
+                    homes.move(block, streams=not block.streams)
+            for p, data in kept.items():
+                p.data = data
+        ends.append(bits([*model.parameters()]))
+    assert ends[0] == ends[1]
+
+
+class Copied(TorchDispatchMode):
+    """Counts tensors that are copied to the host."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._to_copy.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_values_that_nobody_can_put_back_are_not_copied(keeps: bool) -> None:
+    model = net(torch.float32, blocks=4)
+    optimizer = start(model, 0)
+    kept = [p.data for p in model.blocks.parameters()]
+    optimizer.synchronize()
+    if not keeps:
+        kept.clear()
+    clone(model)
+    with Copied() as copied, torch.no_grad():
+        model(inputs(0, model))
+    assert copied.count == len(kept)

@@ -63,6 +63,29 @@ def test_a_hook_of_backward_that_lists_parameters_has_homes() -> None:
     optimizer.step()
 
 
+class Aside(PartAgain):
+    """The loss uses what it computes, and returns nothing of: no hook on its output tells that backward comes to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aside = super().forward(x)
+        return x.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("weights", [0, 2])
+def test_a_part_that_is_recomputed_of_a_block_that_has_returned_nothing_of_it(weights: int) -> None:
+    def end(weights: Any) -> list[bytes]:
+        model = Stack(Aside)
+        optimizer = start(model, weights)
+        for step in range(2):
+            loss(model, step)
+            model.blocks[0].aside.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert end(weights) == end(None)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", [Keeps, PartAgain])
 def test_a_model_that_is_checkpointed_whole(kind: Callable[[], nn.Module], use_reentrant: bool) -> None:
