@@ -540,8 +540,6 @@ def check_updates(model: nn.Module, options: Options) -> None:
         problem = "max_grad_norm= needs the norm of all gradients, known only after backward; leave it out"
     elif options.skip_nonfinite:
         problem = "skip_nonfinite=True needs the norm of all gradients, known only after backward; leave it out"
-    elif options.disk:
-        problem = "disk= reads and writes state behind backward; choose more host_memory"
     parameters = parameters_of(model)
     if problem is None and any(id(p) in reduced_parameters() for p in parameters):
         problem = "DistributedDataParallel reduces gradients after backward's hooks; train in one process"

@@ -129,6 +129,8 @@ class Runs:
             return
         if not mode.knows or any(other.ledger.unfinished for other in self._registry.watching.others()):
             return
+        if self._registry.homes.disk is not None:
+            self._registry.homes.check_unwritten()  # raises, with nothing changed
         look_at_bits(self._registry.marked())
         attachment, weights = self._assembly.attachment, self._assembly.weights
         order = None if attachment is None else attachment.take_new_order()

@@ -16,6 +16,7 @@ from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import Windows
 from perfmodel import Op
+from perfmodel.plan import Tier
 
 
 class HostStore:
@@ -113,6 +114,11 @@ class HostStore:
         own = (t for t in self._own(subgroup) if not made or t.has(subgroup.start, subgroup.stop))
         parts = ((t, *t.part(subgroup.start, subgroup.stop)) for t in own)
         return sum((last - first) * t.tensor.itemsize for t, first, last in parts)
+
+    def whole(self, subgroup: Subgroup, tier: Tier) -> bool:
+        """Return whether nothing has to be allocated here for an update of state that is in this tier."""
+        made = tier is Tier.HOST and self.home_bytes(subgroup) == self.home_bytes(subgroup, made=True)
+        return made or tier is Tier.DEVICE
 
     def _own(self, subgroup: Subgroup) -> list[HostTensor]:
         """Return the memory that is dropped with the home: not gradients that stay for the step, nor weights."""

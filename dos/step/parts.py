@@ -113,6 +113,8 @@ class Parts:
         if i is None or tier is None:  # new
             return None
         placement = self.plan.placements[i]
+        if stores.disk is not None and (tier is not self.plan.stays(i) or not stores.host.whole(subgroup, tier)):
+            return None  # the host's memory is divided anew, for homes and for windows, in `step()` alone
         # First: room that has no state yet would count as the place of the state.
         if self._passes(i, tier) and not self._get_slots(self._slot_bytes(i)):
             return None

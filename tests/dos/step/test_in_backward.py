@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from dos.step.ledger import Ledger
 from dos.step.parts import MOST_HELD, Fetches
 from perfmodel import Lane, Op, Span
 from tests.support.crossings import crossed
+from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
@@ -152,6 +154,43 @@ def test_as_much_is_fetched_ahead_as_lasts_until_the_next_subgroup_comes(monkeyp
         assert not fetches.enough
         fetches.add(job)
     assert fetches.enough, "three times 2 s behind the present one, which may end at once"
+
+
+@pytest.mark.parametrize("policy", ["cpu", "stride:2"])
+def test_state_on_disk_is_updated_in_step_and_state_at_home_in_backward(
+    parts: list[list[int]], tmp_path: Path, policy: str
+) -> None:
+    ends = []
+    for disk, updates in ((None, "step"), (tmp_path, "backward")):
+        model = wide()
+        optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=2 * TWO_WINDOWS)
+        optimizer.attach(model, updates=updates)
+        for step in range(5):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(everything(model, optimizer))
+    assert ends[0] == ends[1]
+    assert bytes_on_disk(tmp_path) > 0
+    on_disk, updated = optimizer.plan().on_disk, set(itertools.chain.from_iterable(parts))
+    assert on_disk
+    assert updated
+    assert not on_disk & updated
+
+
+def test_writes_to_views_of_state_on_disk_raise_before_backward_updates_anything(tmp_path: Path) -> None:
+    model = wide()
+    optimizer = dos_adam(model.parameters(), tmp_path, host_memory=2 * TWO_WINDOWS)
+    optimizer.attach(model, updates="backward")
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+    for entry in optimizer.state.values():
+        entry["exp_avg"].add_(1.0)
+    before = bits(model.parameters())
+    with pytest.raises(RuntimeError, match="can only be read"):
+        loss_of(model, 2).backward()
+    assert bits(model.parameters()) == before
 
 
 @pytest.mark.parametrize("place", PLACES)

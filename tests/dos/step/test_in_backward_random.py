@@ -6,6 +6,7 @@ import copy
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
+from tests.support.disk import bytes_on_disk
 from tests.support.inside import plan_anew
 from tests.support.lockstep import KINDS, Kind, Net
 from tests.support.random_plans import RandomPlans
@@ -26,30 +28,32 @@ SEEDS = int(os.environ.get("DOS_CALLS", "62")) // 10
 class Machine:
     """Two models with the same calls, of which the second updates in backward.
 
-    streams: whether weights of the second stream.
+    streams: whether weights of the second stream. disk: a folder for its state, if some of that is on disk.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        kind: Kind = self.random.choice(KINDS)
-        width = 128 if kind.coded else 9
+    def __init__(self, seed: int, disk: Path | None = None) -> None:
+        self.random, self.disk = random.Random(seed), disk
+        kind: Kind = self.random.choice(KINDS if disk is None else [kind for kind in KINDS if not kind.coded])
+        width = 128 if kind.coded else 9 if disk is None else 90
         models = [Net(width=width).to(kind.dtype) for _ in range(2)]
-        size = self.random.choice([17, 40, 100, 400]) * (30 if kind.coded else 1)
+        size = self.random.choice([17, 40, 100, 400]) * (30 if kind.coded else 1) if disk is None else 2048
         settings: dict[str, Any] = {"lr": 0.01, "master_weights": kind.master_weights, "weight_decay": 0.1}
         settings["amsgrad"] = not kind.coded and self.random.random() < 0.3
         streams = self.streams = self.random.random() < 0.4
         places = ["host", "adaptive", "plans", "plans", "plans"]
-        place = self.place = self.random.choice(places[streams:])
-        self.roomy = streams or self.random.random() < 0.5
+        place = self.place = "plans" if disk is not None else self.random.choice(places[streams:])
+        self.roomy = streams or disk is not None or self.random.random() < 0.5
         capacity = 10**8 if self.roomy else 6_000 * (50 if kind.coded else 1)
         profile = self.random.choice([FAST, SLOW]) if width == 9 else FAST
         self.optimizers, self.models = [], models
         offload = streams or self.random.random() < 0.4
         for model, state_format in zip(models, (kind.formats[-1], kind.formats[0]), strict=True):
             there: dict[str, Any] = {}
+            if disk is not None and model is models[1]:
+                there = {"disk": disk, "host_memory": 300_000 if streams else 230_000 if offload else 100_000}
             if place != "host":
                 policy = "adaptive" if place == "adaptive" else RandomPlans(seed, self.random.choice([1, 2, 3]))
-                there = {
+                there |= {
                     "offload_gradients": offload,
                     "device": EmulatedDevice(profile, capacity),
                     "policy": policy,
@@ -72,6 +76,8 @@ class Machine:
             optimizer.attach(model, updates=each, activations=self.activations, **streaming)
 
     activations: Any = None
+    issued = 0
+    """How much backward has updated."""
 
     def loss(self, model: Net, seed: int, expert: bool) -> Tensor:
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).to(model.scale.dtype)
@@ -86,6 +92,8 @@ class Machine:
                 for seed, expert in batches[:-1]:
                     self.loss(model, seed, expert).backward()
             self.loss(model, *batches[-1]).backward()
+            mode = optimizer._session.assembly.in_backward
+            self.issued += 0 if mode is None else len(mode.issued)
             if "release" in names:
                 optimizer.release_memory()
             if "wait" in names:
@@ -102,6 +110,7 @@ class Machine:
         draw = self.random
         often = ["write", "data", "state", "step", "freeze", "lr", "plan", "load", "attach", "late", "weights", "look"]
         what = draw.choice(["nothing"] * 4 + [*often, "switch", "drop"])
+        what = "load" if what == "state" and self.disk is not None else what  # there it can only be read
         names = [n for n, p in self.models[0].named_parameters() if p.numel() and not n.startswith("late")]
         name = draw.choice(names)
         seed, factor = draw.randrange(99), draw.choice([0.5, 1.5])
@@ -163,6 +172,18 @@ def test_random_iterations_agree_to_the_bit(seed: int) -> None:
         machine.iteration()
         machine.change()
     machine.look()
+
+
+@pytest.mark.parametrize("seed", [15, 17, 23] if SEEDS <= 6 else range(SEEDS))
+def test_random_iterations_with_state_on_disk_agree_to_the_bit(seed: int, tmp_path: Path) -> None:
+    """In the first three state is on disk, and other state is updated in backward; in some of the others."""
+    machine, on_disk = Machine(100 + seed, tmp_path), 0
+    for _ in range(10):
+        machine.iteration()
+        machine.change()
+        on_disk += bytes_on_disk(tmp_path) > 0
+    machine.look()
+    assert (on_disk and machine.issued) or SEEDS > 6
 
 
 def test_the_optimizer_of_one_module_alone_is_watched() -> None:
