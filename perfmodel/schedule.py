@@ -68,6 +68,7 @@ def schedule(
         if on_disk:  # `step()` updates what passes through windows
             for slot in made.slots:
                 slot.readers = (*(slot.readers or slot.writers), *backward)
+            made.windows.wait(backward)
             made.step(backward, [i for i in plan.order if i in on_disk])
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks))

@@ -38,6 +38,11 @@ class WindowUse:
             self.inside[subgroup] = window
         return self.inside[subgroup]
 
+    def wait(self, after: tuple[int, ...]) -> None:
+        """Let no window be filled before these tasks have ended."""
+        for window in self._windows:
+            window.readers = (*(window.readers or window.writers), *after)
+
     def leave(self, subgroup: int) -> None:
         """Free the window of a subgroup, if any."""
         self.inside.pop(subgroup, None)

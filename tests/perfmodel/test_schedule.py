@@ -14,7 +14,7 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
 from perfmodel.schedule import schedule, schedule_step, turns
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.simulate import serve
+from perfmodel.simulate import Simulator, serve
 from perfmodel.tasks import SubgroupState, Task, arriving, leaving, staged
 from perfmodel.workload import SavedTensors
 from tests.support.machines import machine, work
@@ -254,6 +254,24 @@ def test_updates_that_begin_in_backward() -> None:
     last_first = Plan((C,) * 4, (0, 1, 2, 3), 0)
     for turn_s, order in ((0.5, [3, 2, 1, 0]), (2.5, [3, 1, 0, 2]), (10.0, [3, 0, 1, 2])):
         assert turns(last_first, load, {C: [turn_s] * 4}) == order
+
+
+def test_state_on_disk_is_updated_behind_a_backward_that_updates() -> None:
+    """`step()` has the windows."""
+    load = dataclasses.replace(work(4, backward_s=4.0, in_backward=True), windows=2)
+    load = dataclasses.replace(load, forward_s=4.0)
+    plan = Plan((C, C, S, C), (0, 1, 2, 3), 1, on_disk=frozenset({1, 2}))
+    made = schedule(plan, load, Scope.beside(load))
+    start, end = Simulator(load, machine()).serve(made)
+    ends = max(seconds for task, seconds in zip(made.tasks, end, strict=True) if task.op is Op.BACKWARD)
+    begins = {
+        (task.subgroup, task.op): seconds
+        for task, seconds in zip(made.tasks, start, strict=True)
+        if task.move or task.op is Op.UPDATE
+    }
+    assert begins[3, Op.UPDATE] < ends
+    assert {i for i, op in begins if op is Op.READ} == {1, 2}
+    assert min(seconds for (i, _), seconds in begins.items() if i in (1, 2)) >= ends
 
 
 def test_saved_tensors_leave_in_forward_and_come_back_in_backward() -> None:
