@@ -1,4 +1,4 @@
-// The formulas. The headers named avx512 have the commonest case of split masters and codes once more, because
+// The formulas. The headers named avx512 have the commonest cases of 16-bit parameters and codes once more, because
 // compilers make it slow.
 //
 // The compiler vectorises these loops; vector body and scalar tail agree because every operation is
@@ -11,6 +11,7 @@
 #include "written.h"
 #if defined(__AVX512BW__)
 #include "codes_avx512.h"
+#include "update_avx512.h"
 #endif
 
 #define DOS_CONCAT_(a, b) a##b
@@ -41,13 +42,15 @@ void adam(const AdamArrays& arrays, const AdamScalars& scalars, int64_t begin, i
   auto* __restrict out = static_cast<typename Out::Stored*>(arrays.out);
   int16_t* __restrict rest = arrays.rest;
   constexpr bool kSplit = __is_same(Param, Split);
+  [[maybe_unused]] constexpr bool kHalfOut = __is_same(Out, BFloat16) || __is_same(Out, Float16);
   // The processor's own rounding of a part that was just updated is faster than that which compilers can vectorise.
   constexpr bool kRoundedLater = kRoundsHalf && __is_same(Out, Float16);
 #if defined(__AVX512BW__)
-  if constexpr ((kCodes || kSplit) && !kAmsgrad && !kL2) {
+  if constexpr ((kCodes || kSplit || kHalfOut) && !kAmsgrad && !kL2) {
     if (scalars.one_minus_beta1 < 0.5f) {
       if constexpr (kCodes) return CodedUpdate<Grad, Param, Out>(arrays, scalars).run(begin, end);
-      begin = update_split<Grad>(arrays, scalars, begin, end);
+      if constexpr (kSplit) begin = update_split<Grad>(arrays, scalars, begin, end);
+      if constexpr (kHalfOut && !kCodes) begin = update_whole<Grad, Out>(arrays, scalars, begin, end);
     }
   }
 #endif

@@ -38,6 +38,12 @@ inline __m512i rounded_halves(Float16, __m512 a, __m512 b) {
   const __m256i x = _mm512_cvtps_ph(a, kNearest), y = _mm512_cvtps_ph(b, kNearest);
   return _mm512_inserti64x4(_mm512_castsi256_si512(x), y, 1);
 }
+
+// Returns whether any of 32 masters may be another than its parameter, as below.
+template <class Out>
+inline bool any_other(Out, __m512 a, __m512 b, const uint16_t* parameter) {
+  return _mm512_cmpneq_epi16_mask(rounded_halves(Out{}, a, b), _mm512_loadu_si512(parameter));
+}
 #endif
 
 // Returns whether any of these masters may be another than its parameter, once rounded. Each update asks, and most often
@@ -65,11 +71,19 @@ bool any_other(const float* __restrict master, const typename Out::Stored* __res
 }
 
 template <class Out>
-void take_written(float* __restrict master, const typename Out::Stored* __restrict parameter, int64_t begin,
-                  int64_t end) {
-  if (__builtin_expect(!any_other<Out>(master, parameter, begin, end), 1)) return;
+__attribute__((noinline, cold)) void take_others(float* __restrict master,
+                                                 const typename Out::Stored* __restrict parameter, int64_t begin,
+                                                 int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     if (difference<Out>(master[i], parameter[i])) master[i] = Out::taken(master[i], parameter[i]);
+  }
+}
+
+template <class Out>
+void take_written(float* __restrict master, const typename Out::Stored* __restrict parameter, int64_t begin,
+                  int64_t end) {
+  if (__builtin_expect(any_other<Out>(master, parameter, begin, end), 0)) {
+    take_others<Out>(master, parameter, begin, end);
   }
 }
 
