@@ -141,6 +141,7 @@ def _code(asked: Question) -> str:
         'device="cuda"': asked.streams,
         "offload_gradients=True": asked.offload_gradients,
         f'state_format="{asked.state_format}"': asked.state_format,
+        f"subgroup_size={asked.chosen_size:_}": asked.chosen_size,
         'disk="DIRECTORY"': asked.disk_bytes is not None,
     }
     share = asked.offload_activations

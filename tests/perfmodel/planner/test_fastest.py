@@ -18,10 +18,12 @@ from perfmodel.planner.whatif import WORTHWHILE, _settings
 from tests.support.planner import answer, asked, text, typed
 
 OFFLOADS = "--offload-gradients --checkpointing"
+SIZE = "--subgroup-size", "100M"
+"""Planned five times as fast as the subgroups that the optimizer chooses."""
 
 
 def test_no_other_choice_is_faster() -> None:
-    question = asked(*["--params", "3e9", "--gpu", "8GB", "--host", "64GB"])[0]
+    question = asked(*["--params", "3e9", "--gpu", "8GB", "--host", "64GB", *SIZE])[0]
     found = fastest(question)
     assert found is not None
     rates = []
@@ -35,21 +37,21 @@ def test_no_other_choice_is_faster() -> None:
 
 def test_the_options_that_are_said_give_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     """As they are typed behind those of the question; and with the micro-batches, too."""
-    line = "--params 1.5e9 --machine rtx-4090 --host 64GB"
+    line = " ".join(["--params 1.5e9 --machine rtx-4090 --host 64GB", *SIZE])
     first, second, *_ = text(line, capsys).splitlines()
     assert second == (
-        'In code, with the model on the host: optimizer = DOSAdam(..., device="cuda", offload_gradients=True); '
-        'optimizer.attach(model, weights="auto").'
+        'In code, with the model on the host: optimizer = DOSAdam(..., device="cuda", offload_gradients=True, '
+        'subgroup_size=100_000_000); optimizer.attach(model, weights="auto").'
     )
     change, _, rest = first.removeprefix("Fastest with AdamW's results: ").partition(": ")
     question = asked(*line.split(), *change.split())[0]
     situation = Situation(question)
     seconds = adaptive_outcome(situation).seconds
     assert rest.startswith(f"{question.step_tokens / seconds:,.0f} tokens/s, ")
-    assert f"({situation.training_s / seconds:.0%} of what forward and backward reach alone, 97% with --acc" in rest
+    assert f"({situation.training_s / seconds:.0%} of what forward and backward reach alone, 98% with --acc" in rest
     count = int(rest.removesuffix(").").split()[-1])
     longer = Situation(question.replace(micro_batches=count))
-    assert longer.training_s / adaptive_outcome(longer).seconds >= 0.97
+    assert longer.training_s / adaptive_outcome(longer).seconds >= 0.975
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_eight_bits_are_not_called_adamws_results() -> None:
 
 
 def test_several_gpus_share_the_model_where_that_is_faster() -> None:
-    question = asked(*["--params", "13e9", "--machine", "a100-80", "--ranks", "2"])[0]
+    question = asked(*["--params", "13e9", "--machine", "a100-80", "--ranks", "2", "--subgroup-size", "400M"])[0]
     found, divided = fastest(question), fastest(question.replace(fsdp=True))
     assert found is not None
     assert divided is not None
