@@ -197,6 +197,7 @@ def test_what_blocks_take_of_the_device_is_counted_as_they_move() -> None:
             loss(model, step).backward()
         optimizer.zero_grad()
         session_of(optimizer).assembly.weights.move(stream.blocks[1], streams=not stream.blocks[1].streams)
+        assert not stream.blocks[1].kept, "memory that nobody keeps"
         there = [block for block in stream.blocks if block.filled]
         assert (stream.nbytes, stream._there.streaming) == (
             sum(block.nbytes for block in there),
