@@ -105,7 +105,7 @@ class Departures:
         self._again = False
         """Whether a gradient has another token than when it was sent, or may have been edited."""
         self._whole: list[Departure] = []
-        """Those that this step has found to be untouched as a whole."""
+        """Departures that this step has found to be untouched as a whole."""
         self._explained = False
 
     @property
