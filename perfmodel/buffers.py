@@ -19,6 +19,10 @@ class Buffer:
     writers: tuple[int, ...] = ()
     readers: tuple[int, ...] = ()
 
+    def keep(self, tasks: tuple[int, ...]) -> None:
+        """Let nothing overwrite this before these tasks have ended, too."""
+        self.readers = (*(self.readers or self.writers), *tasks)
+
 
 class Room(Buffer):
     """A buffer for state elsewhere than in a home on the host."""

@@ -61,13 +61,13 @@ def schedule(
             if i in on_disk:
                 continue
             for slot in made.slots[:1]:
-                slot.readers = (*(slot.readers or slot.writers), made.piece[i])
+                slot.keep((made.piece[i],))
             made.step((made.piece[i],), (i,))
             if plan.placements[i] is STREAMED:
                 made.slots.append(made.slots.pop(0))
         if on_disk:  # `step()` updates what passes through windows
             for slot in made.slots:
-                slot.readers = (*(slot.readers or slot.writers), *backward)
+                slot.keep(backward)
             made.windows.wait(backward)
             made.step(backward, [i for i in plan.order if i in on_disk])
     if scope.forward is Phase.ABSENT:

@@ -41,7 +41,7 @@ class WindowUse:
     def wait(self, after: tuple[int, ...]) -> None:
         """Let no window be filled before these tasks have ended."""
         for window in self._windows:
-            window.readers = (*(window.readers or window.writers), *after)
+            window.keep(after)
 
     def leave(self, subgroup: int) -> None:
         """Free the window of a subgroup, if any."""

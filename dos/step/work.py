@@ -56,7 +56,8 @@ Item = tuple[Piece, Input]
 class SubgroupUpdate:
     """The update of one subgroup in one step.
 
-    items: its pieces that have a gradient. numel: parameters updated. settings: the different settings of the step.
+    items: its pieces that have a gradient. whole: whether these are all pieces.
+    numel: parameters updated. settings: the different settings of the step.
     offloaded: whether the gradients are on the host, although the parameters are not.
     place: has its state, gradients and parameters on the host; None: a window that the step will give it.
     weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
@@ -90,8 +91,8 @@ class SubgroupUpdate:
         given = zip(subgroup.pieces, subgroup.inputs_of(gradients), strict=True)
         self.items = [*given] if complete else [each for each in given if each[1] is not None]
         self._any_written = written
-        self._whole = len(self.items) == len(subgroup.pieces)
-        self.numel = subgroup.numel if self._whole else sum(piece.numel for piece, _ in self.items)
+        self.whole = len(self.items) == len(subgroup.pieces)
+        self.numel = subgroup.numel if self.whole else sum(piece.numel for piece, _ in self.items)
         if self.items and self.items[0][0].parameter_start:  # only the first piece begins within its parameter
             piece, gradient = self.items[0]
             start = piece.parameter_start * gradient.values.itemsize
@@ -101,19 +102,14 @@ class SubgroupUpdate:
         """Leave these pieces out, which were updated before; return this update."""
         if pieces and any(piece in pieces for piece, _ in self.items):
             self.items = [(piece, given) for piece, given in self.items if piece not in pieces]
-            self._whole = False
+            self.whole = False
             self.numel = sum(piece.numel for piece, _ in self.items)
         return self
 
     @property
-    def whole(self) -> bool:
-        """Whether all pieces are updated."""
-        return self._whole
-
-    @property
     def pieces(self) -> Sequence[Piece]:
         """The pieces that are updated."""
-        return self.subgroup.pieces if self._whole else [piece for piece, _ in self.items]
+        return self.subgroup.pieces if self.whole else [piece for piece, _ in self.items]
 
     @property
     def written_pieces(self) -> list[Piece]:
@@ -212,7 +208,7 @@ class SubgroupUpdate:
         if self.subgroup.arena.streams:
             return []
         kept = self.subgroup.uploads
-        if not (self._whole and self.at_home):
+        if not (self.whole and self.at_home):
             return [(_of_parameter(p), self._staged(p)) for p, _ in self.items]
         if not kept:
             kept += [(_of_parameter(p), self._staged(p)) for p in self.subgroup.pieces]
@@ -338,7 +334,7 @@ class SubgroupUpdate:
         is at its own address. dtype: of all; None: their own.
         """
         items = self.items
-        if not self._whole:
+        if not self.whole:
             given = dict(items)
             items = [(piece, given.get(piece, _NO_GRADIENT)) for piece in self.subgroup.pieces]
         if first:
