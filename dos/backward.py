@@ -204,6 +204,7 @@ class Backward:
                 memory.sample(always=is_last)
         else:
             now.backward, now.travels = self.device.mark(), several_ranks()
+            self.decisions.refine()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             memory.enter(Op.BACKWARD)
 

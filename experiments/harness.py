@@ -9,6 +9,7 @@ return finish({"rows": rows}, console, arguments.json, limits)
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
@@ -160,20 +161,25 @@ def measuring(as_json: bool, *, emulated: bool = True) -> Iterator[tuple[Console
 
     as_json: tables go to stderr, so that stdout has the line of JSON alone. emulated: torch computes on one thread, as
     one core computes for the accelerator, and another is the host; threads that stand for links hardly wait
-    for Python's lock, as hardware waits for none.
+    for Python's lock, as hardware waits for none. The garbage collector leaves out what was imported, which would take
+    it a tenth of a second in whichever iteration it runs.
     """
     interval_s = sys.getswitchinterval()
     if emulated:
         import torch
+        import torch._dynamo  # as the first step of an optimizer does
 
         torch.set_num_threads(1)
         sys.setswitchinterval(EMULATED_SWITCH_S)
+        gc.collect()
+        gc.freeze()
     console = console_of(as_json)
     try:
         with console.status("measuring") as status:
             yield console, status.update
     finally:
         sys.setswitchinterval(interval_s)
+        gc.unfreeze()
 
 
 def finish(values: Any, console: Console, as_json: bool, limits: Sequence[Limit] | None = None) -> int:

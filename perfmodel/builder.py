@@ -43,7 +43,7 @@ class ScheduleBuilder:
         self.piece: dict[int, int] = {}
         self.slots = [Room(DEVICE, slot) for slot in range(slots)]
         self.issued: tuple[int, ...] | None = None
-        self.windows = WindowUse(workload.windows, self._write)
+        self.windows = WindowUse(workload.windows)
         self._plan = plan
         self._workload = workload
         self._found = found
@@ -147,7 +147,7 @@ class ScheduleBuilder:
         begun = set(ahead)
         self._others([i for i in others if i not in begun], len(ahead))
         for i in list(self.windows.inside):
-            self.windows.write(i)
+            self._write(i)
 
     def _others(self, others: Sequence[int], rank: int) -> None:
         """Schedule subgroups that the host updates, or that pass through slots; `rank` have done so before."""
@@ -162,8 +162,8 @@ class ScheduleBuilder:
                 self._staged(i, self.slots[rank % len(self.slots)])
                 rank += 1
             if i in self._plan.on_disk and self._state[i].tier is HOST and i not in self.windows.inside:
-                self.windows.take(i)
-                self.windows.write(i)
+                self.windows.take(i, self._write)
+                self._write(i)
 
     def _staged(self, i: int, slot: Buffer) -> None:
         """Bring state, offloaded gradients or both up for the update, and home again what does not stay."""
@@ -226,7 +226,7 @@ class ScheduleBuilder:
         if tier is HOST:
             return None
         from_disk, to_disk = tier is DISK, i in self._plan.on_disk
-        window = self.windows.take(i) if from_disk or to_disk else None
+        window = self.windows.take(i, self._write) if from_disk or to_disk else None
         after = () if from_disk else after
         if window is not None and self._plan.stays(i) is not HOST:
             return self._move(i, window, after, reads, beside)
@@ -239,7 +239,9 @@ class ScheduleBuilder:
         self._to_host(i)
         self._move(i, room, after, self._arrived.get(i, ()), beside)
 
-    def _write(self, i: int, window: Buffer) -> None:
+    def _write(self, i: int) -> None:
+        """Write state to disk, from or through its window."""
+        window = self.windows.inside.pop(i)
         self._move(i, Room(DISK), through=None if self._state[i] is window else window)
 
     def _move(

@@ -17,22 +17,24 @@ class WindowUse:
     inside: the windows by subgroup.
     """
 
-    def __init__(self, count: int, write: Callable[[int, Buffer], None]) -> None:
-        """write: adds the task that writes a subgroup's state, from or through a window."""
+    def __init__(self, count: int) -> None:
         self.inside: dict[int, Buffer] = {}
-        self._write = write
         self._windows: list[Buffer] = [Room(Tier.HOST, window=window) for window in range(count)]
         """The one first that was taken longest ago."""
 
-    def take(self, subgroup: int) -> Buffer:
-        """Take a window for a subgroup's state, unless it has one. Return it. Raises ValueError if there is none."""
+    def take(self, subgroup: int, write: Callable[[int], None]) -> Buffer:
+        """Take a window for a subgroup's state, unless it has one. Return it. Raises ValueError if there is none.
+
+        write: adds the task that writes a subgroup's state, which leaves its window. Not an attribute: it belongs to
+        what has this, and each schedule would wait for the garbage collector.
+        """
         if subgroup not in self.inside:
             if not self._windows:
                 raise ValueError("a plan with state on disk needs at least 1 window on the host, found 0")
             occupants = {window: occupant for occupant, window in self.inside.items()}
             window = next((window for window in self._windows if window not in occupants), self._windows[0])
             if window in occupants:
-                self.write(occupants[window])
+                write(occupants[window])
             self._windows.remove(window)
             self._windows.append(window)
             self.inside[subgroup] = window
@@ -46,7 +48,3 @@ class WindowUse:
     def leave(self, subgroup: int) -> None:
         """Free the window of a subgroup, if any."""
         self.inside.pop(subgroup, None)
-
-    def write(self, subgroup: int) -> None:
-        """Write the state, which leaves its window."""
-        self._write(subgroup, self.inside.pop(subgroup))

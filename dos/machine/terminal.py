@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,12 @@ def watched() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0" and sys.stderr is not None and sys.stderr.isatty()
 
 
-def tell(line: str) -> None:
-    """Log a line at level INFO; write it to a terminal if nothing would show that."""
-    logger.info("%s", line)
-    if watched() and not logger.isEnabledFor(logging.INFO):
-        _write(f"{line}\n")
+def tell(line: Callable[[], str]) -> None:
+    """Log a line at level INFO; write it to a terminal if nothing would show that. line: called if anything does."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", line())
+    elif watched():
+        _write(f"{line()}\n")
 
 
 class Pinning:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from dos.step.iteration import Iteration
 from dos.step.pace import Pace
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
+from perfmodel.tasks import Schedule
 
 logger = logging.getLogger("dos.accelerator")
 
@@ -71,6 +73,8 @@ class Decisions:
         self.ended: Report | None = None
         self._learned = 0
         """The number of steps that have ended."""
+        self._ran: tuple[Schedule, Workload, Timeline] | None = None
+        """What `refine` is yet to learn from."""
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """The workload and the profile for which the plan was made."""
@@ -120,9 +124,16 @@ class Decisions:
         before, self.ended = self.ended, self._report(stepped, timeline, step.origin)
         self._learned += 1
         if self._learned == TOLD_AT and before is not None:
-            tell(self.ended.summary(step.origin - before.origin))
-        if stepped.alone and self._adaptive is not None:
-            self._adaptive.observe(step.schedule, stepped.workload, step.ran)
+            tell(partial(self.ended.summary, step.origin - before.origin))
+        if stepped.alone:
+            self.refine()  # no hook has seen a gradient since the step before, as where a graph is replayed
+            self._ran = step.schedule, stepped.workload, step.ran
+
+    def refine(self) -> None:
+        """Correct the rates by the last step. Called as backward begins: behind the step the device would wait."""
+        ran, self._ran = self._ran, None
+        if ran is not None and self._adaptive is not None:
+            self._adaptive.observe(*ran)
 
     @property
     def profile(self) -> HardwareProfile | None:

@@ -60,7 +60,7 @@ def test_without_a_terminal_the_log_alone_has_it(
 ) -> None:
     with caplog.at_level(logging.INFO, terminal.logger.name):
         pin(32.0, monkeypatch)
-        tell("one line")
+        tell(lambda: "one line")
     assert caplog.messages[2] == "pinning host memory, once: 54 of 96 GiB, 14 s left"
     assert caplog.messages[-1] == "one line"
     assert capsys.readouterr().err == ""
@@ -71,7 +71,7 @@ def test_a_terminal_shows_a_line_that_logging_would_not(level: int, shown: str, 
     before = terminal.logger.level
     terminal.logger.setLevel(level)
     try:
-        tell("one line")
+        tell(lambda: "one line")
     finally:
         terminal.logger.setLevel(before)
     assert screen.getvalue() == shown

@@ -15,6 +15,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from dos.machine import host_memory
 from dos.state.arena import Arena
+from perfmodel import Plan
 from tests.support.clock import eventually
 from tests.support.disk import files
 from tests.support.processes import python
@@ -71,6 +72,22 @@ def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bo
     del device, settings
     assert eventually(lambda: gone() is None, seconds=10)  # a thread of its own may be at its last line
     assert eventually(lambda: threading.active_count() <= before, seconds=10)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_plans_and_steps_leave_nothing_to_the_collector(offload: bool) -> None:
+    """A thousand objects an iteration would let it run often, each time for a tenth of a second."""
+    free, plans = [4000], set[Plan | None]()
+    model = mlp(torch.bfloat16)
+    settings = on("adaptive", 10**7, memory_budget=lambda: free[0], offload_gradients=offload)
+    optimizer = DOSAdam(model.parameters(), subgroup_size=50, **settings)
+    train(model, optimizer, 3)
+    gc.collect()
+    for free[0] in (3000, 2000, 1000):
+        train(model, optimizer, 1)
+        plans.add(optimizer.plan())
+    assert len(plans) == 3
+    assert gc.collect() == 0
 
 
 def test_a_step_in_flight_ends_before_its_optimizer_goes() -> None:

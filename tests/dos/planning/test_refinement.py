@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.planning.policies import Refinement
+from dos.planning.policies import AdaptivePolicy, Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload, lanes
 from perfmodel.hardware import RATES, HardwareProfile, Provenance
 from perfmodel.lanes import Stream
@@ -371,6 +371,25 @@ def test_steps_are_learnt_from_as_what_they_were(gradients: str, policy: str) ->
             assert sent == (0 if gradients == "offloaded" else 4 * numel)
     assert policy != "in turn" or {Op.PREFETCH} in ops
     assert policy != "in turn" or gradients == "offloaded" or any(Op.FLUSH in each for each in ops)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_a_step_is_learnt_from_beside_the_next_backward(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not within `step()`, behind which a device has nothing to do. Where no hook sees a gradient, a step later."""
+    learnt = list[Timeline]()
+    monkeypatch.setattr(AdaptivePolicy, "observe", lambda self, schedule, work, ran: learnt.append(ran))
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), memory_budget=0)
+    for number in range(4):
+        if hooks:
+            loss_of(model, number).backward()
+        else:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+        assert len(learnt) == max(0, number if hooks else number - 1)
+        optimizer.step()
+        assert len(learnt) == number, "of the steps before this one"
+        optimizer.zero_grad()
 
 
 def test_updates_of_parameters_on_the_host_run_beside_the_others() -> None:
