@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -54,9 +54,11 @@ def _compiled(name: str, flags: tuple[str, ...], version: str) -> Path:
     sources = [(_FOLDER / each).read_bytes() for each in (name, "timed.h", *_SHARED)]
     key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (version, *_FLAGS, *flags))]))
     found = _BUILT / f"{key.hexdigest()[:16]}.so"
-    if not found.exists():
-        found.parent.mkdir(parents=True, exist_ok=True)
-        made = found.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, *_FLAGS, str(_FOLDER / name), "-o", str(made), *flags], check=True)
-        made.replace(found)  # at once, for another process may look
+    found.parent.mkdir(parents=True, exist_ok=True)
+    with found.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may compile the same
+        if not found.exists():
+            made = found.with_suffix(".made")
+            subprocess.run([compiler, *_FLAGS, str(_FOLDER / name), "-o", str(made), *flags], check=True)
+            made.replace(found)  # whole, also after an interruption
     return found

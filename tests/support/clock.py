@@ -15,9 +15,11 @@ import pytest
 from dos.machine.process import usable_cores
 
 TRIES = 3
+WAIT_S = 100.0
+"""For what comes at once unless something hangs: a busy machine may be this late."""
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = WAIT_S) -> bool:
     """Whether it becomes true: a thread that was told to end, or has just answered, may take a moment."""
     end = time.monotonic() + seconds
     while not condition():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.support.activations import (
     start,
     transfers,
 )
+from tests.support.clock import eventually
 from tests.support.inside import offload_of, session_of
 from tests.support.training import FAST, Raises, everything
 
@@ -63,10 +63,7 @@ def test_memory_comes_back_with_the_graph(share: float) -> None:
 
 
 def assert_empty(device: EmulatedDevice, offload: Any) -> None:
-    deadline = time.monotonic() + 10
-    while device.usage() != (0, 0, 0) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the last copy has not ended
-    assert device.usage() == (0, 0, 0)
+    assert eventually(lambda: device.usage() == (0, 0, 0)), "once the last copy has ended"
     assert offload.pool.used == 0
 
 

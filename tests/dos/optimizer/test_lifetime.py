@@ -70,8 +70,8 @@ def test_state_and_threads_go_with_the_optimizer(place: str | float, offload: bo
         assert device.usage().held == 0
         gone = weakref.ref(device)
     del device, settings
-    assert eventually(lambda: gone() is None, seconds=10)  # a thread of its own may be at its last line
-    assert eventually(lambda: threading.active_count() <= before, seconds=10)
+    assert eventually(lambda: gone() is None)  # a thread of its own may be at its last line
+    assert eventually(lambda: threading.active_count() <= before)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -260,7 +260,7 @@ def test_a_child_that_is_forked_while_a_thread_samples_can_sample(device: Emulat
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # not that of the timeout of tests
-        signal.alarm(10)
+        signal.alarm(60)
         monitor.sample(always=True)
         os._exit(0)
     forked.set()

@@ -64,5 +64,5 @@ def test_gradients_are_held_no_longer_than_the_update_needs_them(policy: str | f
     device.returned.clear()
     optimizer.step()
     optimizer.zero_grad()
-    assert eventually(lambda: all(gradient.expired() for gradient in gradients), seconds=30)
+    assert eventually(lambda: all(gradient.expired() for gradient in gradients))
     device.returned.set()

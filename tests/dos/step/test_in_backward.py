@@ -24,6 +24,7 @@ from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
 from dos.step.parts import MOST_HELD, Fetches
 from perfmodel import Lane, Op, Span
+from tests.support.clock import WAIT_S
 from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.inside import in_backward
@@ -790,7 +791,7 @@ def test_a_fork_between_backward_and_step() -> None:
             loss_of(model, step).backward()
             child = os.fork()
             if not child:
-                signal.alarm(20)  # it would wait for ever
+                signal.alarm(60)  # it would wait for ever
                 optimizer.synchronize()
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
@@ -822,14 +823,14 @@ def test_backwards_of_another_thread_make_updates_wait_for_step() -> None:
 
     def wait(gradient: Tensor) -> None:
         inside.set()
-        leave.wait(20)
+        leave.wait(WAIT_S)
 
     other.weight.register_hook(wait)
     for step in range(4):
         beside = threading.Thread(target=lambda: loss_of(other, 0).backward())
         if step == 2:
             beside.start()
-            assert inside.wait(20)
+            assert inside.wait(WAIT_S)
         for each, own in ((model, optimizer), (twin, plain)):
             loss_of(each, step).backward()
             own.step()

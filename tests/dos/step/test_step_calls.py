@@ -33,8 +33,8 @@ def no_garbage() -> Iterator[None]:
 def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
 
-    With those of C. The last steps look at all parameters at once. Without those that make a schedule, which most steps
-    take from the last one: here times vary by too much.
+    With those of C. The last steps look at all parameters at once; the fewest count, because threads that wait call
+    more. Without those that make a schedule, which most steps take from the last one: here times vary by too much.
     """
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
@@ -48,18 +48,21 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         sys.setprofile(None)
         give(turns, turn)
 
-    for step in range(5):
+    least = sys.maxsize
+    for step in range(7):
         sum(p.square().sum() for p in model).backward()
         optimizer.synchronize()
+        found = 0
         with monkeypatch.context() as patched:
             patched.setattr(Turns, "give", given)
-            sys.setprofile(count if step == 4 else None)
+            sys.setprofile(count if step >= 4 else None)
             try:
                 optimizer.step()
             finally:
                 sys.setprofile(None)
         optimizer.zero_grad()
-    return found
+        least = min(least, found) if step >= 4 else least
+    return least
 
 
 @pytest.mark.parametrize(("queues", "most"), [(True, 11), (False, 23)])
@@ -71,7 +74,7 @@ def test_calls_before_the_first_work_of_a_step(queues: bool, most: int, monkeypa
 
 
 def calls_in_backward(parameters: int, updates: str) -> int:
-    """Calls of a whole backward, whose gradients leave or are updated."""
+    """The fewest calls of a whole backward, whose gradients leave or are updated."""
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     settings: dict[str, Any] = {"policy": "cpu", "device": EmulatedDevice(FAST, 10**9)}
     optimizer = DOSAdam(model.parameters(), subgroup_size=SIZE * EACH, **settings)
@@ -82,21 +85,24 @@ def calls_in_backward(parameters: int, updates: str) -> int:
         nonlocal found
         found += event == "call"
 
-    for step in range(5):
+    least = sys.maxsize
+    for step in range(7):
         loss = sum(p.square().sum() for p in model)
         optimizer.synchronize()
-        sys.setprofile(count if step == 4 else None)
+        found = 0
+        sys.setprofile(count if step >= 4 else None)
         try:
             loss.backward()  # hooks run on this thread
         finally:
             sys.setprofile(None)
         optimizer.step()
         optimizer.zero_grad()
-    return found
+        least = min(least, found) if step >= 4 else least
+    return least
 
 
 @pytest.mark.parametrize(("updates", "most"), [("step", 33), ("backward", 45)])
 def test_calls_of_a_gradients_hooks(updates: str, most: int) -> None:
-    """With the share of a gradient in what its subgroup takes. Threads that wait call one or two more now and then."""
+    """With the share of a gradient in what its subgroup takes."""
     few, many = (calls_in_backward(parameters, updates) for parameters in (10 * EACH, 30 * EACH))
     assert (many - few) / (20 * EACH) <= most

@@ -22,12 +22,12 @@ from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
 from perfmodel.simulate import Simulator
+from tests.support.clock import WAIT_S
 from tests.support.inside import session_of
 from tests.support.machines import machine
 from tests.support.random_plans import RandomPlans
 from tests.support.training import FAST, backward, bits, mlp
 
-WAIT_S = 20
 MISSES = 4
 """As csrc/arrivals.h has it."""
 
