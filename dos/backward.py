@@ -275,14 +275,6 @@ class Backward:
         if facts is None or plan is None:
             return
         subgroups, stores = self._registry.accelerated, self._ledger.stores
-        ran_out = self.decisions.memory.forecast.ran_out_lately
-        # The plan counts memory as free that saved tensors and weights may still take: state is fetched only when the
-        # saved tensors of this forward have moved to the host and the blocks that the plan moves have moved home.
-        makes_room = plan.activation_bytes <= self.activations.moving_bytes and (
-            self.weights is None or self.weights.staying() <= plan.blocks_on_device
-        )
-        if self.decisions.follows_memory and not ran_out and makes_room:
-            self._ledger.transits.fetch_residents(plan, subgroups, facts.left(plan, stores.device.resident_bytes))
         at_home = (i for i in plan.served(Placement.CPU) if i not in plan.on_disk)
         on_host = (subgroups[i] for i in at_home if not stores.device.has(subgroups[i]))
         # Only step() makes the staging of gradients: pinning memory here would stop the backward.

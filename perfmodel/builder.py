@@ -94,19 +94,15 @@ class ScheduleBuilder:
         self.add(GRADIENT, i, size, (piece,), (), (part,))
 
     def add_early(self, transfers: Sequence[Task]) -> None:
-        """Add transfers beside backward, of complete gradients to the host and of state to the device.
-
-        State that is to stay comes from the first gradient on, state that comes to a slot after half of backward.
-        """
-        last = len(self._found) - 1
+        """Add transfers beside backward: of complete gradients to the host, and behind half of it of state to slots."""
+        half = (self.piece[len(self._found) // 2],)
         for op, stream, i, size, _, slot, _, move, _ in transfers:
             assert i is not None, "what is transferred is of a subgroup"
-            if op is Op.GRADIENT:
+            if slot is None:
                 self.send(i, size, self.piece[i])
-                continue
-            piece = self.piece[last if slot is None else (last + 1) // 2]
-            self._state[i] = room = Room(DEVICE) if slot is None else self.slots[slot]
-            self.add((op, stream), i, size, (piece,), (), (room,), slot, move=move)
+            else:
+                self._state[i] = self.slots[slot]
+                self.add((op, stream), i, size, half, (), (self.slots[slot],), slot, move=move)
 
     def step(self, backward: tuple[int, ...], order: Sequence[int] | None = None) -> None:
         """Schedule subgroups that wait for no slot first, then all others as the plan orders them.
@@ -133,19 +129,17 @@ class ScheduleBuilder:
                 arriving.append(i)
             elif not resident and found[i].state is DEVICE:
                 self._to_host(i, backward)
-        ahead = [i for i in others if i in early and self._plan.placements[i] is not RESIDENT]
+        ahead = [i for i in others if i in early]
         self._others(ahead, 0)
         for together in residents.values():
             numel = sum(found[i].numel for i in together)
             update = self.add(ON_DEVICE, together[0], numel, backward, others=tuple(together[1:]))
             self._updated |= dict.fromkeys(together, update)
         for i in arriving:
-            if i not in early:
-                self._to_device(i, Room(DEVICE), backward)
+            self._to_device(i, Room(DEVICE), backward)
             self.windows.leave(i)
             self._update(i)
-        begun = set(ahead)
-        self._others([i for i in others if i not in begun], len(ahead))
+        self._others([i for i in others if i not in early], len(ahead))
         for i in list(self.windows.inside):
             self._write(i)
 

@@ -97,14 +97,6 @@ class Forecast:
         return int(MARGIN * self._total) + self._given_back()
 
     @property
-    def ran_out_lately(self) -> bool:
-        """Whether user code ran out of memory in the last iterations.
-
-        Then no state becomes resident before the peak of an iteration is over.
-        """
-        return self._lasting is not None
-
-    @property
     def ran_out_again(self) -> bool:
         """Whether user code ran out of memory again at once, although state had been given less."""
         return self._lasting is not None and self._again
@@ -238,7 +230,7 @@ class Forecast:
         """Return the bytes that state may use until backward ends, by the memory that its second half has left so far.
 
         The second half is expected to take as much more as at most in recent iterations, or as whole backwards where
-        only these were sampled. 0 while `ran_out_lately`.
+        only these were sampled. 0 if user code ran out of memory lately.
         """
         if self._late is None or not self._falls or self._lasting is not None:
             return 0

@@ -40,7 +40,7 @@ class Store(Protocol):
 
 
 class Stores:
-    """The stores of one device's subgroups, the fastest first."""
+    """The stores of one device's subgroups, the fastest first, and where the newest state of each is."""
 
     def __init__(self, device: Device, homes: Homes) -> None:
         self.device = DeviceStore(device)
@@ -50,6 +50,13 @@ class Stores:
         self.of: dict[Tier, Store] = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         if self.disk is not None:
             self.of[Tier.DISK] = self.disk
+
+    def at(self, subgroup: Subgroup) -> Tier | None:
+        """Return the tier of the subgroup's state, where it has room; None: nowhere, it was never updated."""
+        for tier, store in self.of.items():
+            if store.has(subgroup):
+                return tier
+        return None
 
     def copy(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()

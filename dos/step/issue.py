@@ -93,7 +93,7 @@ class Step:
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        fetched = [transit.job for transit in begun if transit.to is Tier.DEVICE]
+        fetched = [transit.job for transit in begun if transit.slot is not None]
         self.last = {Stream.PREFETCH: fetched[-1]} if fetched else {}
         self.vacated: list[tuple[Subgroup, Store]] = []
         self.homes: list[tuple[Subgroup, Store]] = []

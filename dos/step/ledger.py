@@ -34,11 +34,11 @@ from perfmodel.tasks import Schedule, SubgroupState
 class Ledger:
     """The one owner of two questions about a session: where is state, and what is in flight?
 
-    `Transits.at` returns where state is.
+    `Stores.at` returns where state is.
 
     In flight may be:
 
-    - *transits*, which backward has begun for the step to come: gradients to the host, state to the device;
+    - *transits*, which backward has begun for the step to come: gradients to the host, state to slots;
     - *the step* that was issued last, until `settle`, and *queued* steps before it, all of whose work is on the device
       ahead of the work that the caller queues there, so that the next backward need not wait for them;
     - updates `in_place`, of parameters on the host;
@@ -99,7 +99,7 @@ class Ledger:
         """Begin to use the accelerator, once the first parameter there was found."""
         self.device, self.stores = device, Stores(device, homes)
         self.transits = Transits(device, self.stores)
-        self.moves = Moves(device, self.stores, self.transits)
+        self.moves = Moves(device, self.stores)
         self.unseen = UnseenWrites(device) if device.queues else None
         self.lane = HostLane(device, self.unseen)
         self._open = True
@@ -130,7 +130,6 @@ class Ledger:
         # First, because a copy that raised while it was issued has no transit, and a part of it may run.
         self.drain()
         self.transits.cancel_slots()
-        self.transits.cancel()
 
     # Steps.
 
@@ -224,7 +223,6 @@ class Ledger:
 
     def _begin(self, planned: Sequence[int]) -> Turns:
         """Begin to issue a step. planned: as for `Turns`."""
-        self.transits.exposed = False
         if self.stores.homes.exposed or self.stores.disk is not None:
             self.stores.homes.begin_step()
         self._turns, self._lane_done = Turns(planned, self.device.event_query), None

@@ -8,28 +8,23 @@ from dos.devices import Device, Job
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
-from dos.step.transit import Transits
 from perfmodel.plan import Move, Tier
 
 
 class Moves:
-    """Moves the state of one optimizer. No step may be in flight."""
+    """Moves the state of one optimizer. No step and no fetch may be in flight."""
 
-    def __init__(self, device: Device, stores: Stores, transits: Transits) -> None:
-        self._device, self._stores, self._transits = device, stores, transits
+    def __init__(self, device: Device, stores: Stores) -> None:
+        self._device, self._stores = device, stores
 
     def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
-        """Move the state of all these home. Blocks. User code may write there from now on. No step may be in flight.
+        """Move the state of all these home. Blocks. User code may write there from now on.
 
         Raises MemoryError or OSError if a home has no room.
         """
-        # User code may write to its views at any time: backward's thread would prefetch state from before the write.
-        self._transits.exposed = True
-        self._stores.device.expect_denials(False)
-        # A fetch in flight has read values that user code is about to overwrite, and the step would use the copy.
-        self._transits.cancel()
         subgroups, stores = list(subgroups), self._stores
-        places, homes = {s: self._transits.at(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
+        stores.device.expect_denials(False)
+        places, homes = {s: stores.at(s) for s in subgroups}, stores.homes.tiers(subgroups, subgroups)
         away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
         to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
         away = [(s, move) for s, move in away if Tier.DISK not in move]
@@ -45,13 +40,10 @@ class Moves:
     def spill(self, subgroups: Iterable[Subgroup]) -> None:
         """Move state of these from the host to disk, the last first, until offloaded gradients fit on the host.
 
-        No step may be in flight, because it may still read or write homes, which are dropped.
         Raises OSError if the disk has no room either.
         """
         stores = self._stores
-        # Homes are dropped below: no fetch may still read there.
-        self._transits.cancel()
-        at_home = [subgroup for subgroup in subgroups if self._transits.at(subgroup) is Tier.HOST]
+        at_home = [subgroup for subgroup in subgroups if stores.at(subgroup) is Tier.HOST]
         missing = max(0, window_bytes(at_home) - stores.host.windows.nbytes) - stores.host.room
         moving = []
         while at_home and missing > 0:

@@ -109,7 +109,7 @@ class Parts:
         Raises MemoryError if the host has too little memory.
         """
         # Before anything is reserved: the device then has room for state that has yet to come.
-        i, stores, tier = self._index.get(subgroup), self._ledger.stores, self._ledger.transits.at(subgroup)
+        i, stores, tier = self._index.get(subgroup), self._ledger.stores, self._ledger.stores.at(subgroup)
         if i is None or tier is None:  # new
             return None
         placement = self.plan.placements[i]

@@ -63,7 +63,7 @@ class Preparation:
         self._subjects, self._windows = subjects, work.windows
         self._transits, self._moves = transits, ledger.moves
         self._stores = stores = ledger.stores
-        self.found = [s.found(transits.at(s.subgroup) or Tier.HOST) for s in subjects]
+        self.found = [s.found(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._reserved: list[tuple[Store, Subgroup]] = []
         self._attempted = False
@@ -76,9 +76,7 @@ class Preparation:
             return
         stores = self._stores
         for store, subgroup in self._reserved:
-            on_disk = (
-                store is stores.disk and self._transits.at(subgroup) is Tier.DISK
-            )  # the state is there, not only room
+            on_disk = store is stores.disk and stores.at(subgroup) is Tier.DISK  # the state is there, not only room
             if store.has(subgroup) and not on_disk:
                 store.drop(subgroup)
         # A later step may have another plan, and forward needs the memory of slots meanwhile.
@@ -109,22 +107,18 @@ class Preparation:
 
         Raises MemoryError if the host has too little memory, OSError if the disk has no room.
         """
-        transits, stores, found, subjects = self._transits, self._stores, self.found, self._subjects
+        stores, found, subjects = self._stores, self.found, self._subjects
         device = stores.device
-        residents = {subjects[i].subgroup for i in plan.served(Placement.GPU_RESIDENT)}
-        # Backward has followed an older plan, and fetched state that this plan wants elsewhere: it may need the memory.
-        transits.cancel([s.subgroup for s in subjects if s.subgroup not in residents])
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
             # New windows may need the memory of homes, which no fetch may be reading then.
-            transits.cancel_slots()
-            transits.cancel()
+            self._transits.cancel_slots()
         if not self._attempted:  # else this would forget that the device denied memory to the plan before
             self._attempted = True
             # The rooms that state leaves are kept until the step is over, and may be the memory that is missing.
             device.expect_denials(bool(leaving(plan, found)))
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
-        new = [i for i, subgroup in coming.items() if transits.at(subgroup) is None]
+        new = [i for i, subgroup in coming.items() if stores.at(subgroup) is None]
         fitting = self._make_room(plan, coming)
         without = set(self._reserve(Tier.DEVICE, fitting.values()))
         denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
@@ -136,7 +130,7 @@ class Preparation:
         if denied - set(plan.served(Placement.CPU)):
             return frozenset(denied)
         for i in plan.on_disk:
-            if transits.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
+            if stores.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
                 found[i] = found[i]._replace(state=Tier.DISK)
         self._reserve_on_host(plan)
         return Prepared(plan, subjects, found)
@@ -217,7 +211,7 @@ class Preparation:
         transits, subjects, found, store = self._transits, self._subjects, self.found, self._stores.device
         passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
         nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
-        filled = transits.in_slots
+        filled = [*transits.filled]
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
         # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
         # the end of a slot.
@@ -243,9 +237,7 @@ class Preparation:
         for i, subject in passing.items():
             # The host updates it now: `at` would take room on the device without state for the place of the newest
             # state.
-            if transits.comes(subject.subgroup):
-                transits.cancel([subject.subgroup])
-            elif found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
+            if found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
                 store.drop(subject.subgroup)
         # A plan without slots must not stream, not even subgroups without a gradient.
         return {*passing, *plan.served(Placement.GPU_STREAMED)}

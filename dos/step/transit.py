@@ -18,38 +18,34 @@ from perfmodel import Op, Placement, Plan
 from perfmodel.plan import Move, Tier
 from perfmodel.tasks import GRADIENT, MOVES, Task
 
+FETCH = Move(Tier.HOST, Tier.DEVICE)
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Transit:
     """A transfer that was issued.
 
-    number: rises in the order of issue. op: GRADIENT, or the operation of the state's move. nbytes: the bytes copied.
-    subgroup: None for gradients without elements.
-    job: ends with the transfer. Until then the device, or the disk's thread, keeps the memory of both sides.
-    slot: the staging slot that it fills; None: it fills the subgroup's room.
+    number: rises in the order of issue. nbytes: the bytes copied. subgroup: None for gradients without elements.
+    job: ends with the transfer. Until then the device keeps the memory of both sides.
+    slot: the staging slot that it fills with state; None: it copies gradients to the host.
     """
 
     number: int
-    op: Op
     subgroup: Subgroup | None
-    source: Tier
-    to: Tier
     job: Job
     nbytes: int
     slot: int | None = None
 
     def __repr__(self) -> str:
         numel = 0 if self.subgroup is None else self.subgroup.numel
-        place = "" if self.slot is None else f", slot {self.slot}"
-        way = f"{self.source.value} to {self.to.value}"
-        return f"<Transit {self.number}: {self.op.value}, {way}{place}, {self.nbytes} bytes of {numel} parameters>"
+        what = "gradient, device to host" if self.slot is None else f"prefetch, host to device, slot {self.slot}"
+        return f"<Transit {self.number}: {what}, {self.nbytes} bytes of {numel} parameters>"
 
     def task(self, index: int) -> Task:
         """Return the transit as a task of a schedule. index: of the subgroup now; backward may have had another."""
-        if self.op is Op.GRADIENT:
+        if self.slot is None:
             return Task(*GRADIENT, index, self.nbytes)
-        move = Move(self.source, self.to)
-        return Task(*MOVES[move], index, self.nbytes, (), self.slot, (), move)
+        return Task(*MOVES[FETCH], index, self.nbytes, (), self.slot, (), FETCH)
 
 
 def wait_for_all(transits: Iterable[Transit]) -> None:
@@ -75,22 +71,17 @@ MOST_EARLY = 1000
 
 
 class Transits:
-    """The transits that backward has begun for the step to come, and where state is meanwhile.
+    """The transits that backward has begun for the step to come: gradients to the host, state from its home to slots.
 
-    `at` reports the source of a fetch until a step adopts it. The step adopts the transits that it uses; all others are
-    cancelled.
+    The step adopts the transits that it uses; all others are cancelled.
 
-    all: those that no step has adopted.
-    exposed: whether state at home was exposed since the last step. User code may write to it until the next one, and
-        the step would lose these writes if it used state that was fetched before them.
+    all: those that no step has adopted. filled: of them, those that fill slots, by subgroup, in the order of the slots.
     """
 
     def __init__(self, device: Device, stores: Stores) -> None:
         self.all: list[Transit] = []
-        self.exposed = False
+        self.filled: dict[Subgroup, Transit] = {}
         self._device, self._stores = device, stores
-        self._state: dict[Subgroup, Transit] = {}
-        """The transits that copy state to the device, by subgroup."""
         self._freed: deque[Transit] = deque()
         """The transits of gradients whose memory on the device only the copy keeps."""
         self._freed_bytes = 0
@@ -99,17 +90,6 @@ class Transits:
         self._streamed: list[int] = []
         self._slot_bytes = 0
         self._numbers = itertools.count()
-
-    def at(self, subgroup: Subgroup) -> Tier | None:
-        """Return the tier of the subgroup's newest state; None: nowhere, it was never updated."""
-        # The device's store has the room as soon as it is reserved, which has no state until the copy has ended.
-        coming = self._state.get(subgroup)
-        if coming is not None and coming.slot is None:
-            return coming.source
-        for tier, store in self._stores.of.items():
-            if store.has(subgroup):
-                return tier
-        return None
 
     def send(
         self,
@@ -130,14 +110,13 @@ class Transits:
         """
         if len(self.all) > MOST_EARLY:  # many backwards without a step; departures refer to transits in use
             wait_for_all(self.all)
-            # Transits of state stay: `at` must know the state in transit, and the step inherits them.
-            self.all = sorted(self._state.values(), key=lambda transit: transit.number)
+            self.all = [*self.filled.values()]
         # Behind the work of each queue in which backward writes these gradients.
         behind = () if then is None else (then,)
         sent = joined(copies) if freed else Lent(joined(copies))
         job = self._device.copy(Op.GRADIENT, index, sent, self._device.fence(callers), *behind)
         nbytes = sum([source.nbytes for _, source in copies])
-        transit = Transit(next(self._numbers), Op.GRADIENT, subgroup, Tier.DEVICE, Tier.HOST, job, nbytes)
+        transit = Transit(next(self._numbers), subgroup, job, nbytes)
         self.all.append(transit)
         if DEBUG:
             log("issued:", transit)
@@ -156,55 +135,19 @@ class Transits:
             wait_for_all([self._freed[0]])
             self._freed_bytes -= self._freed.popleft().nbytes
 
-    def _fetch(self, index: int, subgroup: Subgroup, slot: int | None = None) -> None:
-        """Copy state from the host to the device, into a slot or into its reserved room.
+    def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], float]) -> None:
+        """Allocate and fill the plan's slots while backward runs, if they take at most `spare` bytes.
 
         No step may be in flight, because it may still write the state that is read here.
         """
-        # Behind the caller's stream, which may still use former contents of the memory that the copy writes.
-        job = self._stores.copy(Move(Tier.HOST, Tier.DEVICE), index, subgroup, self._device.fence())
-        number, nbytes = next(self._numbers), subgroup.state.nbytes
-        transit = Transit(number, Op.PREFETCH, subgroup, Tier.HOST, Tier.DEVICE, job, nbytes, slot)
-        self.all.append(transit)
-        self._state[subgroup] = transit
-        if DEBUG:
-            log("issued:", transit)
-
-    def fetch_residents(self, plan: Plan, subgroups: Sequence[Subgroup], left: float) -> None:
-        """Fetch state that will be resident while backward runs, as far as memory allows; the step reads state on disk.
-
-        left: bytes that the state may take.
-        Fetches nothing while state is exposed, because user code's later writes would be lost.
-        """
-        if self.exposed:
-            return
         store = self._stores.device
-        store.expect_denials(True)  # the step will try again
-        for i in plan.served(Placement.GPU_RESIDENT):
-            subgroup = subgroups[i]
-            if subgroup in self._state or self.at(subgroup) is not Tier.HOST:
-                continue
-            left -= subgroup.load().state_bytes
-            if left < 0:
-                return
-            # No attempt after a denial: each one makes the allocator empty its cache, in the middle of backward.
-            if store.reserve([subgroup]):
-                return
-            try:
-                self._fetch(i, subgroup)
-            except BaseException:
-                drain_streams(self._device)  # a part of the copy may still write to the room
-                store.drop(subgroup)  # `at` would take room without a transit for the place of the state
-                raise
-
-    def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], float]) -> None:
-        """Allocate and fill the plan's slots while backward runs, if they take at most `spare` bytes."""
-        store = self._stores.device
-        if store.slots or self.exposed:
+        # User code may write to exposed state until the next step, which would lose writes behind the copy.
+        if store.slots or self._stores.homes.exposed:
             return
         if self._considered is not plan:  # remembered, because each gradient calls this
             self._considered = plan
-            self._streamed = [i for i in plan.served(Placement.GPU_STREAMED) if self.at(subgroups[i]) is Tier.HOST]
+            at, served = self._stores.at, plan.served(Placement.GPU_STREAMED)
+            self._streamed = [i for i in served if at(subgroups[i]) is Tier.HOST]
             self._slot_bytes = max((subgroups[i].state.carved_bytes for i in self._streamed), default=0)
         streamed = self._streamed
         if not streamed:
@@ -215,35 +158,21 @@ class Transits:
             return
         store.get_slots(count, nbytes)
         for slot, i in enumerate(streamed[: len(store.slots)]):
-            store.occupy(subgroups[i], slot)
-            self._fetch(i, subgroups[i], slot)
-
-    @property
-    def in_slots(self) -> list[Subgroup]:
-        """The subgroups whose state is in transit to slots, in the order of the slots."""
-        return [subgroup for subgroup, transit in self._state.items() if transit.slot is not None]
-
-    def comes(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup's state is in transit to its room on the device."""
-        return subgroup in self._state and self._state[subgroup].slot is None
-
-    def cancel(self, subgroups: Iterable[Subgroup] | None = None) -> None:
-        """Cancel fetches of state to its room, of these or of all, and drop the room. The state is still at home."""
-        coming = [s for s in (self._state if subgroups is None else subgroups) if self.comes(s)]
-        for subgroup in coming:
-            # The copy writes to the room until it ends: the allocator would give the memory to other code meanwhile.
-            wait_for_all([self._state[subgroup]])
-            if self._stores.device.has(subgroup):
-                self._stores.device.drop(subgroup)
-            del self._state[subgroup]
+            subgroup = subgroups[i]
+            store.occupy(subgroup, slot)
+            # Behind the caller's stream, which may still use former contents of the memory that the copy writes.
+            job = self._stores.copy(FETCH, i, subgroup, self._device.fence())
+            transit = Transit(next(self._numbers), subgroup, job, subgroup.state.nbytes, slot)
+            self.all.append(transit)
+            self.filled[subgroup] = transit
+            if DEBUG:
+                log("issued:", transit)
 
     def cancel_slots(self) -> None:
-        """Cancel fetches of state to slots, and release the slots."""
-        passing = self.in_slots
-        # As in `cancel`: the allocator would give the memory of slots to other code while copies still write to it.
-        wait_for_all(self._state[subgroup] for subgroup in passing)
-        for subgroup in passing:
-            del self._state[subgroup]
+        """Cancel fetches of state to slots, and release the slots. The state is still at home."""
+        # The copies write to the slots until they end: the allocator would give the memory to other code meanwhile.
+        wait_for_all(self.filled.values())
+        self.filled = {}
         self._stores.device.release_slots()
 
     def wait(self) -> None:
@@ -257,13 +186,13 @@ class Transits:
             # Gradients of subgroups that are updated on the device after all were sent in vain.
             if plan.placements[i] is Placement.CPU:
                 used += [(i, transit) for transit in subject.departed]
-            if subject.subgroup in self._state:
-                used.append((i, self._state[subject.subgroup]))
+            if subject.subgroup in self.filled:
+                used.append((i, self.filled[subject.subgroup]))
         used.sort(key=lambda each: each[1].number)
         # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
         numbers = {transit.number for _, transit in used}
         self.all = [transit for transit in self.all if transit.number not in numbers]
-        self._state, self._considered = {}, None
+        self.filled, self._considered = {}, None
         # From here on the step keeps these gradients' memory, and waits for their copies.
         self._freed.clear()
         self._freed_bytes = 0
