@@ -62,25 +62,28 @@ PY
 fi
 
 pip() { "$VENV"/bin/python -m pip --disable-pip-version-check "$@"; }
-pip install --quiet --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
-echo "Installing into $VENV and compiling the extension: some minutes without output."
-# Without isolation, so that a rebuild after a change of csrc is incremental.
-if [ -z "$installed" ]; then
-    extras=$(IFS=,; echo "dev${*:+,$*}")
-    pip install --quiet --constraint "$constraints" --no-build-isolation "${build[@]}" --editable ".[$extras]"
-else
-    # Without what torch asks for, which came with it or is not needed: pip would download gigabytes.
-    pip install --quiet --no-deps --no-build-isolation --editable .
-    mapfile -t others < <("$VENV"/bin/python - "" dev "$@" <<'PY'
+# Byte code comes with the first import: pip would compile all of torch's modules.
+pip install --quiet --no-compile --constraint "$constraints" "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.18" ninja
+# Without what torch asks for where that is installed: it came with it or is not needed, and pip would download gigabytes.
+mapfile -t packages < <("$VENV"/bin/python - "${installed:+torch}" dev "$@" <<'PY'
 import sys
-from importlib.metadata import requires
+from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 
-for requirement in map(Requirement, requires("deep-optimizer-states")):
-    marker, requirement.marker = requirement.marker, None
-    if requirement.name != "torch" and (not marker or any(marker.evaluate({"extra": e}) for e in sys.argv[1:])):
-        print(requirement)
+try:
+    import tomllib
+except ImportError:
+    from pip._vendor import tomli as tomllib
+
+without, *extras = sys.argv[1:]
+project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+asked = [*project["dependencies"], *(r for extra in extras for r in project["optional-dependencies"][extra])]
+print(*(r for r in asked if Requirement(r).name != without), sep="\n")
 PY
-    )
-    pip install --quiet --constraint "$constraints" "${others[@]}"
-fi
+)
+echo "Installing into $VENV and compiling the extension: some minutes without output."
+pip install --quiet --no-compile --constraint "$constraints" "${packages[@]}" &
+trap 'kill $! 2>/dev/null || true' EXIT
+# Without isolation, so that a rebuild after a change of csrc is incremental.
+pip install --quiet --no-deps --no-build-isolation "${build[@]}" --editable .
+wait $!

@@ -126,7 +126,7 @@ def _asked(
     parser.add_argument("--seed", type=int, default=1)
     for name, default, what in (
         ("steps", 24, "of each run"),
-        ("batch", 16, "sequences in a batch"),
+        ("batch", 8, "sequences in a batch"),
         ("context", 32, "bytes in a sequence"),
         ("layers", 3, "of the model"),
         ("width", 512, "of the model"),

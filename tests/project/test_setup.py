@@ -96,6 +96,7 @@ def test_the_environment_of_python_is_inherited(tmp_path: Path) -> None:
 
     before = files()
     incomplete = set_up(python)
+    assert incomplete.returncode != 0
     assert "No matching distribution found for hypothesis" in incomplete.stderr, "nothing else is asked for"
     assert files() == before, "the user's environment is left alone"
     stub(site_packages, "hypothesis")
