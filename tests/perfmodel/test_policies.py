@@ -152,7 +152,10 @@ def fixed_plans(load: Workload) -> list[Plan]:
     return [spilled(plan, load) for plan in plans]
 
 
-@pytest.mark.parametrize(("name", "profile", "load", "more"), [*situations()])
+@pytest.mark.parametrize(
+    ("name", "profile", "load", "more"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if i % 2 else ()) for i, each in enumerate(situations())],
+)
 def test_adaptive_is_within_a_hundredth_of_every_other_policy(
     name: str, profile: HardwareProfile, load: Workload, more: float
 ) -> None:

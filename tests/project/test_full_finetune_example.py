@@ -158,7 +158,7 @@ def test_weights_stream_with_the_same_losses_where_they_do_not_fit(way: list[str
             return super().explain()
 
     names["tiny_gpu_for_streaming"], names["DOSAdam"] = watched, Watched
-    arguments = ["--tiny", "--steps", "5", "--batch", "2", *way]
+    arguments = ["--tiny", "--steps", "3", "--batch", "2", *way]
     losses = example["main"]([*arguments, *STREAM])
     assert devices[0].peak_bytes <= devices[0].capacity
     assert blocks[0] < 6

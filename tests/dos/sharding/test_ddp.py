@@ -204,7 +204,7 @@ def test_gradients_are_used_before_ddp_writes_those_that_took_no_part(
         ddp = DistributedDataParallel(
             Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True, gradient_as_bucket_view=view
         )
-        device = LateDevice(lambda op: 0.1 if op in (Op.GRADIENT, Op.UPDATE) else 0)
+        device = LateDevice(lambda op: 0.03 if op in (Op.GRADIENT, Op.UPDATE) else 0)
         own = ddp.module.last.parameters()
         optimizer = dos_adam(own, policy=InTurn(placement), device=device, offload_gradients=offload)
         if registered:
@@ -224,7 +224,7 @@ def test_gradients_are_used_before_ddp_writes_those_that_took_no_part(
 def test_state_comes_for_a_bucket_that_took_no_part_once_it_is_at_home() -> None:
     """The first gradient is that of another optimizer, so that no hook of ours has ended the last step."""
     ends = []
-    for late in (0, 0.1):
+    for late in (0, 0.03):
         device = LateDevice(lambda op, late=late: late if op is Op.FLUSH else 0)
         ddp = DistributedDataParallel(Halves(), bucket_cap_mb=1e-4, find_unused_parameters=True)
         policy = InTurn(*[Placement.GPU_STREAMED] * 3, Placement.GPU_RESIDENT)

@@ -19,6 +19,7 @@ from tests.support.training import FAST
 
 SIZE, EACH = 256, 8
 """Elements of a parameter, and parameters of a subgroup."""
+FEW, MANY = 5 * EACH, 15 * EACH
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +70,8 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_calls_before_the_first_work_of_a_step(queues: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three for each parameter, the others for its subgroup; bits are compared where the device does not queue."""
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
-    few, many = (calls(parameters, device, monkeypatch) for parameters in (10 * EACH, 30 * EACH))
-    assert (many - few) / (20 * EACH) <= most
+    few, many = (calls(parameters, device, monkeypatch) for parameters in (FEW, MANY))
+    assert (many - few) / (MANY - FEW) <= most
 
 
 def calls_in_backward(parameters: int, updates: str) -> int:
@@ -104,5 +105,5 @@ def calls_in_backward(parameters: int, updates: str) -> int:
 @pytest.mark.parametrize(("updates", "most"), [("step", 33), ("backward", 45)])
 def test_calls_of_a_gradients_hooks(updates: str, most: int) -> None:
     """With the share of a gradient in what its subgroup takes."""
-    few, many = (calls_in_backward(parameters, updates) for parameters in (10 * EACH, 30 * EACH))
-    assert (many - few) / (20 * EACH) <= most
+    few, many = (calls_in_backward(parameters, updates) for parameters in (FEW, MANY))
+    assert (many - few) / (MANY - FEW) <= most

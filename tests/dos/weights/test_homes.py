@@ -53,11 +53,11 @@ class Late(EmulatedDevice):
     """Updates take a while."""
 
     def host_update(self, numel: int, traffic: int, *state_format: str) -> AbstractContextManager[float]:
-        time.sleep(0.01)
+        time.sleep(0.003)
         return super().host_update(numel, traffic, *state_format)
 
     def launch(self, subgroup: int, update: Callable[[], None], *others: Any) -> Job:
-        return super().launch(subgroup, lambda: (time.sleep(0.01), update())[1], *others)
+        return super().launch(subgroup, lambda: (time.sleep(0.003), update())[1], *others)
 
 
 @pytest.mark.parametrize(("reader", "policy"), crossed(READERS, ["cpu", "stride:1"]))

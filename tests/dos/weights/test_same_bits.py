@@ -35,7 +35,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 POLICIES = ("cpu", 0.5, "stride:1", "resident", "adaptive")
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=settings.default.max_examples // 4, suppress_health_check=list(HealthCheck))
 @given(
     weights=st.sampled_from([0, 1, 3, 0.5, 1.0, "auto"]),
     policy=st.sampled_from(POLICIES),
@@ -90,9 +90,8 @@ class Attention(nn.Module):
     ("size", "policy"),
     [
         (700, "cpu"),
-        (700, "stride:1"),
         (5000, "adaptive"),
-        *(pytest.param(700, policy, marks=pytest.mark.slow) for policy in ("resident", 0.5, "adaptive")),
+        *(pytest.param(700, policy, marks=pytest.mark.slow) for policy in ("stride:1", "resident", 0.5, "adaptive")),
     ],
 )
 def test_blocks_with_weights_that_are_read_past_their_modules(policy: Any, size: int) -> None:

@@ -75,7 +75,7 @@ def test_memory_is_added_up() -> None:
 
 @pytest.mark.parametrize("numel", [7e9, 1e9])
 def test_figures_are_the_performance_model_s(numel: float) -> None:
-    asked = question(numel, chosen_size=int(numel / 40))
+    asked = question(numel, chosen_size=int(numel / 16))
     found, situation = Answer(asked), Situation(asked)
     work, profile = situation.update_workload, situation.profile
     assert adaptive_outcome(situation).plan == adaptive(situation.iteration_workload, profile)
@@ -129,7 +129,7 @@ def test_the_largest_model_fits_and_a_larger_one_does_not() -> None:
 
 
 def test_memory_for_all_state() -> None:
-    asked = question(numel=1.05e9)
+    asked = question(numel=1.05e9, chosen_size=100_000_000)
     needed = Answer(asked).all_resident
     assert needed is not None
     for more, resident, fused in ((-(2**20), False, False), (64, True, False), (2.1 * asked.state_numel, True, True)):

@@ -84,7 +84,8 @@ def test_the_code_that_is_said_runs(settings: str, tmp_path: Path) -> None:
 
 
 def test_eight_bits_are_not_called_adamws_results() -> None:
-    found = fastest(asked(*["--params", "7e9", "--machine", "h200", "--batch", "2", "--state-format", "int8"])[0])
+    line = "--params 7e9 --machine h200 --batch 2 --state-format int8 --subgroup-size 400M"
+    found = fastest(asked(*line.split())[0])
     assert found is not None
     assert next(_fastest(found)).startswith("Fastest with moments in 8 bits: ")
 
@@ -107,10 +108,11 @@ def test_several_gpus_share_the_model_where_that_is_faster() -> None:
 
 def test_nothing_is_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
     """Where only the batch is changed, its rate stands in the first line alone; and no change both mends and helps."""
-    shown = text("--params 7e9 --machine h200", capsys)
-    assert shown.count(f"{typed('--params 7e9 --machine h200').fastest.tokens_per_s:,.0f} tokens/s") == 1
+    line = "--params 7e9 --machine h200"
+    shown = text(line, capsys)
+    assert shown.count(f"{typed(line).fastest.tokens_per_s:,.0f} tokens/s") == 1
     assert "7B parameters in bf16, h200_node: fits; the first line's batch is the best that fits (" in shown
-    shown = text("--params 3e9 --gpu 8 --host 64", capsys)
+    shown = text("--params 3e9 --gpu 8 --host 64 --subgroup-size 200M", capsys)
     assert "As asked, 3B parameters in bf16, a GPU of 7.8 GiB: DOES NOT FIT. Without any" in shown
     assert "It fits with" in shown
     assert "What would help" not in shown
@@ -134,7 +136,7 @@ def test_nothing_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_half_precision_keeps_gradients_where_its_scaler_needs_them(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "--params 7e9 --machine v100-32 --dtype fp16 --host 128GB"
+    line = "--params 7e9 --machine v100-32 --dtype fp16 --host 128GB --subgroup-size 400M"
     found = typed(line)
     assert found.fastest is not None
     assert not found.fastest.question.offload_gradients

@@ -126,7 +126,7 @@ def test_collectives_keep_the_link_between_gpus_busy() -> None:
 
 
 @given(JOBS, st.booleans(), st.sampled_from([0.0, 0.5]))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_no_resource_works_longer_than_the_iteration_lasts(
     drawn: dict[str, Any], gradients: bool, share: float
 ) -> None:

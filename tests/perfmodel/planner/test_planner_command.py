@@ -84,7 +84,7 @@ def test_the_best_batch_that_fits_comes_before_the_one_that_was_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also where the one that was asked for does not fit."""
-    line = "--params 3e9 --machine rtx-4090 --checkpointing --subgroup-size 1e8"
+    line = "--params 3e9 --machine rtx-4090 --checkpointing --subgroup-size 3e8"
     best, job = answer(line)["best_batch"], answer(line)["job"]
     _, _, first, assumed, second, *_ = text(line, capsys).splitlines()
     told = f"{best['tokens_per_s']:,.0f} tokens/s at the best batch that fits, {best['batch']} x 2,048 tokens ("

@@ -23,7 +23,7 @@ from tests.support.planner import answer, text
 
 GIB = 2**30
 LLAMA, QWEN = (Transformer.from_config(MODELS[name]) for name in ("Llama 3.1 8B", "Qwen2.5 14B"))
-LINE = "--params 8e9 --machine rtx-4090 --checkpointing --offload-gradients --fused-loss --subgroup-size 140M"
+LINE = "--params 8e9 --machine rtx-4090 --checkpointing --offload-gradients --fused-loss --subgroup-size 280M"
 
 
 def question(weights: str = "stream", model: Transformer = LLAMA, **settings: Any) -> Question:
