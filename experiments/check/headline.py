@@ -7,7 +7,7 @@ DOSAdam has memory for a half or a tenth of the state, beside AdamW and all peer
 settings; or 8 billion whose weights stream, in all of the GPU's memory and in a slice of it (`--slice`). All parameters
 are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has 4 sequences of 2,048 tokens
 (`--batch`). "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
-Without a GPU the accelerator is emulated and the models tiny: that shows that everything runs, and no figure means
+Without a GPU the same commands run with an emulated accelerator and tiny models, and say that no figure means
 anything.
 """
 
@@ -78,7 +78,14 @@ SETTLING = 2
 SECONDS = 150.0
 """That a contender may take."""
 DOES_NOT_FIT = "does not fit"
-COLUMNS = ("contender", "tokens_per_s", "spread", "predicted_tokens_per_s", "gpu_bytes", "host_bytes", "note")
+COLUMNS = (
+    *("contender", "parameters", "tokens_per_step", "tokens_per_s", "spread", "predicted_tokens_per_s"),
+    *("gpu_bytes", "host_bytes", "note"),
+)
+EMULATED = (
+    "No GPU was found: the accelerator is emulated, and a tiny model stands for {model}. The command runs; no figure "
+    "means anything."
+)
 
 
 @dataclass(frozen=True)
@@ -324,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--slice", type=parse_bytes, default=24 << 30, metavar="SIZE", help="GPU memory where a slice is used (24GiB)"
     )
-    parser.add_out(None, "folder for the results (experiments/results/GPU-DATE-headline)")
+    parser.add_out(None, "folder for the results (experiments/results/GPU-DATE-headline; out/headline without a GPU)")
     parser.add_argument("--contender", action="append", metavar="NAME", help="one of them (all); may be given again")
     arguments = parser.parse_args(argv)
     names = arguments.contender or known[arguments.model]
@@ -333,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"argument --contender: found {name!r}; there are {'; '.join(known[arguments.model])}")
     gpu, _ = find_gpu()
     date = datetime.date.today().isoformat()
-    out: Path = arguments.out or RESULTS / f"{slug(gpu or 'emulated')}-{date}-headline"
+    out: Path = arguments.out or (RESULTS / f"{slug(gpu)}-{date}-headline" if gpu else Path("out/headline"))
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(Size.TINY if gpu is None else Size.FULL, cuda=gpu is not None, out=out)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
@@ -343,9 +350,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             work = functools.partial(
                 train, arguments.model, name, arguments.micro_batches, arguments.batch, arguments.slice
             )
-            turns[name].append(row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS)))
+            row = row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS))
+            turns[name].append(row)
+            if not console.is_terminal:  # where no status is shown
+                console.print(f"{name}: " + (row["note"] or f"{row['tokens_per_s']:,.0f} tokens/s"), soft_wrap=True)
     rows = [median_of(turn) for turn in turns.values()]
-    console.print(table_of(f"{gpu or 'Emulated'}: tokens per second", rows, *COLUMNS))
+    shown = [key for key in COLUMNS if any(row.get(key) for row in rows)]
+    console.print(table_of(f"{gpu or 'Emulated'}: tokens per second", rows, *shown))
+    if gpu is None:
+        console.print(EMULATED.format(model=arguments.model), soft_wrap=True)
     head = {
         "gpu": gpu,
         "date": date,
