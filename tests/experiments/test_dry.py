@@ -17,6 +17,7 @@ from perfmodel.format import Format
 from perfmodel.lanes import Stream
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.tasks import Schedule
+from tests.support.crossings import crossed
 from tests.support.figures import read_figures
 
 TO_DEVICE, TO_HOST = 0, 1
@@ -233,8 +234,7 @@ def played_s(made: Schedule, work: Workload, of: Machine, state: Format) -> floa
 
 
 @pytest.mark.parametrize(("attached", "ahead_s"), [(True, 0.04), (False, 0.0)])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("name", ["h200", "h100"])
+@pytest.mark.parametrize(("name", "setting"), crossed(["h200", "h100"], SETTINGS.values()))
 def test_a_prediction_is_what_the_dry_accelerator_takes_if_the_host_takes_no_time(
     name: str, setting: Setting, attached: bool, ahead_s: float
 ) -> None:

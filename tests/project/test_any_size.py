@@ -21,6 +21,7 @@ from perfmodel.planner.situation import Situation
 from perfmodel.planner.transformer import Transformer
 from perfmodel.planner.whatif import most
 from tests.support import pages
+from tests.support.crossings import crossed
 from tests.support.planner import asked
 
 LLAMA_31_8B = {
@@ -145,8 +146,7 @@ def test_when_it_pays_to_stream_is_the_planners(column: int, host: int, drive: S
         assert cells[column] == f"{best[0].step_tokens / best[1].seconds:,.0f} ({best[0].batch})"
 
 
-@pytest.mark.parametrize("machine", DESKTOPS)
-@pytest.mark.parametrize("state_format", ["exact", "int8"])
+@pytest.mark.parametrize(("machine", "state_format"), crossed(DESKTOPS, ["exact", "int8"]))
 def test_speeds_of_8b_on_24_gb_are_the_planners(model: tuple[str, str], machine: str, state_format: str) -> None:
     """Tokens per second at the best batch; seconds of one micro-batch and of eight."""
     config, name = model

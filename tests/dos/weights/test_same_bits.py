@@ -294,7 +294,8 @@ TWICE = [functools.partial(two_forwards, order) for order in ("together", "first
 
 
 @pytest.mark.parametrize(
-    ("loop", "run", "weights"), [*itertools.product(LOOPS, RUNS[:1], (0, 3)), *itertools.product(TWICE, RUNS, (0,))]
+    ("loop", "run", "weights"),
+    [*itertools.product(LOOPS, RUNS[:1], (0, 3)), *crossed(TWICE, [(run, 0) for run in RUNS])],
 )
 def test_loops_of_other_kinds(loop: Callable[..., list[Tensor] | None], run: Any, weights: int) -> None:
     ends = []
