@@ -30,7 +30,8 @@ class Gradients:
         leaf: the parameter, or its copy where weights stream.
         """
         if self._assembly.in_backward is not None:
-            self._runs.gradient_in_backward(parameter, leaf)
+            if not self._runs.gather(parameter, leaf):
+                self._runs.gradient_in_backward(parameter, leaf)
             return
         on_device = self._assembly.on_device
         if on_device is not None:

@@ -17,6 +17,7 @@ from dos.owners.taking import Taking
 from dos.owners.waiting import Waiting
 from dos.sharding.fingerprint import look_at_bits
 from dos.sharding.local import local
+from dos.signals import thread
 from dos.state.record import ParameterRecord
 from dos.step.parts import Parts
 
@@ -66,6 +67,26 @@ class Runs:
             self._waiting.wait_before_reads()
         elif self._assembly.attachment is not None:
             self._assembly.attachment.end_waiting()
+
+    def gather(self, parameter: Tensor, leaf: Tensor) -> bool:
+        """Count a gradient that its subgroup's update needs beside others to come; return False for any other.
+
+        Most gradients are of this kind. Called without the optimizer's lock.
+        """
+        mode, on_device, guard = self._assembly.in_backward, self._assembly.on_device, self.guard
+        run = None if mode is None else mode.run
+        if mode is None or run is None or not run.gathers or leaf is not parameter or on_device is None:
+            return False
+        usual = guard.phase is Phase.BACKWARD and not (guard.lost or main_thread.ended)
+        if not usual or thread.within or thread.ours:
+            return False
+        # Ctrl-C is not held back, which would take microseconds for each gradient: a backward that it ends counts for
+        # nothing.
+        with self._lock:
+            if self._lock.entered or not mode.finals.gather(run, parameter):
+                return False
+            on_device.count()
+            return True
 
     @entry(*ANY, hook=True)
     def gradient_in_backward(self, parameter: Tensor, leaf: Tensor) -> None:
@@ -149,6 +170,7 @@ class Runs:
             left = facts.left(plan, stores.device.resident_bytes)
             parts = Parts(self._ledger, plan, self._registry.accelerated, facts.workload, on_device.now, left)
         mode.open(self._assembly.groups, parts)
+        run.gathers = on_device is not None and not on_device.activations.in_use
 
     def refuse_closure(self) -> None:
         """Raise RuntimeError where `step()` must not call backward."""

@@ -13,7 +13,7 @@ import torch
 
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
-from dos.guard import Guard
+from dos.guard import Guard, submit
 from dos.machine.threads import leave_cores
 from dos.state.subgroup import Subgroup
 from dos.step.turns import Turn, Turns, reject, resolve
@@ -41,6 +41,7 @@ class HostLane:
         self._sending = Lock()
         # One worker: an empty job of `drain` must end after all jobs before it, and gradients must add up in order.
         self._thread, self._adding = self._new_thread(), self._new_thread()
+        self._issuing = ThreadPoolExecutor(1, thread_name_prefix="dos-issue")
         self._other = self._new_thread() if self._device.queues else None
         self._updating = self._new_thread() if self._device.queues else None
 
@@ -57,6 +58,10 @@ class HostLane:
         Beside what was submitted: updates that begin in backward wait there for gradients that come here.
         """
         return self._adding.submit(work)
+
+    def issue(self, work: Callable[[], None]) -> Future[None]:
+        """Queue work on the device for a hook of backward, once all that was given before is queued."""
+        return submit(self._issuing, work)
 
     def take_spans(self) -> list[Span]:
         """Return the spans of updates since the last call of this. Nothing may be running."""

@@ -103,6 +103,7 @@ class Step:
         self._unseen = unseen
         self._early = () if unseen is None else unseen.early
         self._promised = set[Stream]()
+        self._apart: Callable[[Callable[[], None]], object] | None = None
         self._compared = set[int]()
         """The subgroups whose parameters are compared in the job that copies their gradients."""
         self._beside: dict[Subgroup, Tensor] = {}
@@ -123,13 +124,14 @@ class Step:
         give: Callable[[Turn], object],
         callers: Collection[Caller],
         behind: Sequence[Job],
+        apart: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         """Issue a part of the step, while backward runs.
 
         subjects: by index. give, callers: as for `issue`. behind: jobs that use the slots of this part, and must end
-        before.
+        before. apart: runs what issues copies of gradients on a thread of its own, so that backward's hook need not.
         """
-        self.schedule, self._subjects, self._begun = schedule, subjects, []
+        self.schedule, self._subjects, self._begun, self._apart = schedule, subjects, [], apart
         self.issue(give, callers, behind)
 
     def issue(
@@ -271,14 +273,20 @@ class Step:
         assert task.subgroup is not None, "what is transferred is of a subgroup"
         subgroup, update, _, late = self._subjects[task.subgroup]
         device, copies = self._stores.device, list[Copy]()
-        then: tuple[Callable[[], None], ...] = ()
+        number, move = task.subgroup, task.move
         if task.op is Op.GRADIENT and update is not None:
-            copies = update.downloads(late)
+            then: tuple[Callable[[], None], ...] = ()
             if late and self._unseen is not None:  # the job waits for all of the caller's work, as `compare_late` does
                 compare = self._unseen.compare(subgroup, update.copied_pieces)
                 then = () if compare is None else (compare,)
                 self._compared.add(task.subgroup)
-        elif task.op is Op.PREFETCH and task.slot is not None:
+            # The copies refer to the gradients, which `release` takes from the update.
+            return self._issue(
+                task.stream,
+                lambda after: self._device.copy(task.op, number, update.downloads(late), after, *then),
+                after,
+            )
+        if task.op is Op.PREFETCH and task.slot is not None:
             if task.move is not None:
                 device.occupy(subgroup, task.slot)
             if update is not None and update.offloaded:
@@ -286,11 +294,8 @@ class Step:
                 copies = update.fetch_gradients(self._beside[subgroup])
         elif task.op is Op.FLUSH and update is not None and subgroup in self._beside:
             copies = update.flush_weights(self._beside[subgroup])
-        number, move = task.subgroup, task.move
         if move is None:
-            job = self._issue(
-                task.stream, lambda after: self._device.copy(task.op, number, copies, after, *then), after
-            )
+            job = self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
         elif Tier.DISK in move:
             # The disk's threads can wait for jobs of any lane; only jobs that the device queues need `_issue`.
             return self._stores.copy(move, number, subgroup, after)
@@ -307,12 +312,15 @@ class Step:
         """Issue a job now if it waits only for work on the device, else on the thread that reads from disk, in order.
 
         A device queues work behind its own work, and cannot wait for the host's. Later jobs of the same stream are
-        issued on that thread, too: else they would overtake, and the stream's order would not be the plan's.
+        issued on that thread, too: else they would overtake, and the stream's order would not be the plan's. Copies of
+        gradients are issued `apart`, in order, and wait for backward alone.
         """
-        disk = self._stores.disk
-        if disk is None or not (stream in self._promised or any(map(on_disk, after))):
-            return issue(after)
-        self._promised.add(stream)
+        disk, submit = self._stores.disk, self._apart if stream is Stream.GRADIENT else None
+        if submit is None:
+            if disk is None or not (stream in self._promised or any(map(on_disk, after))):
+                return issue(after)
+            self._promised.add(stream)
+            submit = disk.reading.submit
         later: Future[Job] = Future()
 
         def run() -> None:
@@ -322,7 +330,7 @@ class Step:
                 # Not raised here, on the disk's thread, but where the job is waited for.
                 reject(later, error)
 
-        disk.reading.submit(run)
+        submit(run)
         return Promise(later)
 
     def _enter(self, task: Task) -> None:

@@ -189,7 +189,8 @@ class Ledger:
                 each.wait()  # the device cannot wait for the host's thread, which adds gradients up
             if self.step is None:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
-            self.step.issue_part(schedule, subjects, self._give, callers, behind)
+            apart = self.lane.issue if self.device.queues else None
+            self.step.issue_part(schedule, subjects, self._give, callers, behind, apart)
             updates = (subject.update for subject in subjects.values() if subject.update is not None)
             self.pending |= {piece.record: frozenset() for update in updates for piece in update.pieces}
             return self.step
@@ -462,7 +463,7 @@ class Ledger:
             self._turns.wait()
             threads.remove(self.lane)
         # Threads first: they issue jobs on the streams that are drained below. Each runs its jobs in order.
-        for submit in (self.lane.add, *(thread.submit for thread in threads)):
+        for submit in (self.lane.issue, self.lane.add, *(thread.submit for thread in threads)):
             with contextlib.suppress(Exception):
                 submit(lambda: None).result()
         drain_streams(self.device)

@@ -36,7 +36,7 @@ def files(calls: Sequence[CodeType]) -> list[str]:
     return [
         file
         for file in found
-        if file not in ("in_backward.py", *(f"weights/{name}.py" for name in ("inputs", "interrupted", "parts")))
+        if file not in ("in_backward/runs.py", *(f"weights/{name}.py" for name in ("inputs", "interrupted", "parts")))
     ]
 
 

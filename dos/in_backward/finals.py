@@ -1,0 +1,245 @@
+"""One iteration of updates in backward: which gradients are final, and the updates of what waited for them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dos.devices import Caller, ThreadJob
+from dos.guard import Guard
+from dos.in_backward.refusals import AGAIN
+from dos.in_backward.runs import Run
+from dos.parameters.admission import Group
+from dos.parameters.reconciler import Reconciler
+from dos.parameters.registry import Registry, tell_autograd
+from dos.rules.base import Rule
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Piece, Subgroup
+from dos.step.parts import Parts
+from dos.step.work import Input, Placed, SubgroupUpdate, new_input, prepare_updates
+from dos.weights.parts import will_write
+
+
+class Learned(NamedTuple):
+    """The findings of the last backward that was a step.
+
+    times: how often it has written each gradient: the last time it is final. beside: see Run. late: the parameters that
+        a module has read after that, which wait for `step()`. All by id: of another parameter with this id a use too
+        many raises.
+    """
+
+    times: Mapping[int, int]
+    beside: Mapping[int, int]
+    late: frozenset[int]
+
+
+NOTHING = Learned({}, {}, frozenset())
+
+
+class _Awaiting:
+    """A subgroup that waits for gradients.
+
+    left: how many have yet to come. callers: the queues in which backward wrote the others.
+    """
+
+    __slots__ = ("callers", "left", "subgroup")
+
+    def __init__(self, subgroup: Subgroup) -> None:
+        self.subgroup, self.left, self.callers = subgroup, 0, set[Caller]()
+
+
+class _Expected(NamedTuple):
+    """A gradient that comes as often as `times`.
+
+    group: of its parameter. awaiting: the subgroups that wait for it. alone: the only one, where no more has to be
+        known of the gradient than that it was written; else None.
+    """
+
+    record: ParameterRecord
+    times: int
+    group: Group
+    awaiting: Sequence[_Awaiting]
+    alone: _Awaiting | None
+
+
+class Finals:
+    """The gradients of one iteration as they become final, until `step()` ends it.
+
+    parts: issues updates on the device; None: none are issued there.
+    complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
+        these updates wait for others, see `Parts`; nothing may happen any more that would have to come before them.
+    updated: the records of which any piece is in `issued`.
+    """
+
+    def __init__(self, registry: Registry, reconciler: Reconciler, guard: Guard, rule: Rule) -> None:
+        self.parts: Parts | None = None
+        self.complete: list[tuple[ParameterRecord, Group]] = []
+        self.issued: set[Piece] = set()
+        self.updated: set[ParameterRecord] = set()
+        self._registry, self._reconciler, self._guard, self._rule = registry, reconciler, guard, rule
+        self._offloads = registry.offloaded.enabled
+        self._learned = NOTHING
+        self._expected: dict[int, _Expected] = {}
+        self._given: list[Tensor | None] = []
+        """The gradients that are final, by number of the record."""
+        self._inputs: list[Input | None] = []
+        """Those that were looked at as an update takes them."""
+        self._left: dict[ParameterRecord, int] = {}
+        """The number of pieces that wait, of records of which some do not."""
+        self._settings: list[Any] = []
+        self._known: dict[tuple[int, float], int] = {}
+        self._setting: tuple[Group | None, float, int] = None, 0.0, 0
+
+    def open(self, groups: Sequence[Group], parts: Parts | None, learned: Learned) -> None:
+        """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
+        registry = self._registry
+        self.parts, self._learned = parts, learned
+        self._given, self._inputs = [None] * registry.numbered, [None] * registry.numbered
+        awaiting = {subgroup: _Awaiting(subgroup) for subgroup in (*registry.on_host, *registry.accelerated)}
+        extra = [frozenset(self._rule.extra(group)) for group in groups]
+        of_parameter = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}
+        for key, times in learned.times.items():
+            record, (group, fields) = registry.records.get(key), of_parameter.get(key, (None, ()))
+            if record is None:
+                continue
+            mine = [awaiting[subgroup] for subgroup, _ in registry.places[record]]
+            for each in mine:
+                each.left += 1
+            if group is not None and key not in learned.late and (not fields or fields <= record.arena.format.names):
+                plain = record.leaf is record.parameter and not (record.wrapped or self._offloads) and len(mine) == 1
+                self._expected[key] = _Expected(record, times, group, mine, mine[0] if plain else None)
+
+    def gather(self, run: Run, parameter: Tensor) -> bool:
+        """Count a final gradient in `parameter.grad` behind which its subgroup waits for others; else return False."""
+        key = id(parameter)
+        each = self._expected.get(key)
+        if each is None or each.alone is None or each.alone.left == 1 or not (run.alone and run.updates):
+            return False
+        gradient = parameter.grad
+        if run.times.get(key, 0) + 1 != each.times or gradient is None or gradient.layout is not torch.strided:
+            return False
+        run.times[key] = each.times
+        self._wait(each.alone, each.record, gradient)
+        return True
+
+    def _wait(self, awaiting: _Awaiting, record: ParameterRecord, gradient: Tensor) -> None:
+        """Let a final gradient wait for the others of its subgroup."""
+        self._given[record.number] = gradient
+        awaiting.left -= 1
+        # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
+        awaiting.callers.add(None if self.parts is None else self.parts.device.caller())
+
+    def count(self, run: Run, parameter: Tensor, leaf: Tensor) -> _Expected | None:
+        """Count a gradient that backward has written to `leaf`; return what it is if it is final, else None.
+
+        Raises RuntimeError if the parameter was updated already.
+        """
+        key, learned = id(parameter), self._learned
+        run.times[key] = times = run.times.get(key, 0) + 1
+        each = self._expected.get(key)
+        record = self._registry.records.get(key) if each is None else each.record
+        apart = record is not None and record.leaf is not parameter
+        if apart and leaf is parameter:
+            run.beside[key] = run.beside.get(key, 0) + 1
+        if each is None or times != each.times:
+            if record in self.updated:
+                raise RuntimeError(AGAIN.format(tuple(parameter.shape), times - 1))
+            return None
+        if not (run.alone and run.updates):
+            return None
+        # The loss may use a weight that streams beside its block, as a penalty does, for the first time.
+        if apart and (run.beside.get(key, 0) != learned.beside.get(key, 0) or self._comes_beside(run, key, parameter)):
+            return None
+        return each
+
+    def _comes_beside(self, run: Run, key: int, parameter: Tensor) -> bool:
+        """Return whether this backward has yet to write the gradient of a weight itself, beside that of its copy."""
+        return key not in run.beside and will_write(parameter)
+
+    def ready(self, run: Run, each: _Expected) -> None:
+        """Use a gradient that is final: update the subgroups that waited for it alone."""
+        record = each.record
+        if self._offloads and record.arena.accelerated:
+            gradient = self._registry.offloaded.coming(record)
+        else:
+            gradient = record.gradient if record.wrapped else record.leaf.grad
+        if gradient is None:
+            return
+        if not each.awaiting and self._input(record, gradient) is not None:
+            self._completed(record)
+        for awaiting in each.awaiting:
+            self._wait(awaiting, record, gradient)
+            if not awaiting.left:
+                self._update(run, awaiting)
+
+    def _input(self, record: ParameterRecord, gradient: Tensor) -> Input | None:
+        """Return a gradient as an update takes it; None if `step()` has to look at it, or at the parameter."""
+        found, reconciler = self._inputs[record.number], self._reconciler
+        if found is not None:  # it lies in several subgroups
+            return found
+        away = self._offloads and record.arena.accelerated
+        if record.numel and not record.settled(None if away else gradient):
+            return None
+        if record.stand_in or record.written_late or record.fresh:
+            return None
+        if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
+            return None
+        group = self._expected[id(record.parameter)].group
+        before, count, setting = self._setting
+        if group is not before or count != record.count:  # most often all parameters have the same
+            setting = self._known.setdefault((id(group), record.count), len(self._settings))
+            self._setting = group, record.count, setting
+            if setting == len(self._settings):
+                self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
+        own = record.arena.whole_masters and record.master_written
+        found = self._inputs[record.number] = new_input(
+            (gradient, gradient.data_ptr(), setting, False, False, own, None)
+        )
+        return found
+
+    @torch.no_grad()
+    def _update(self, run: Run, awaiting: _Awaiting) -> None:
+        """Update a subgroup if it is as the last step has left it and there is memory for that; else `step()` does."""
+        subgroup, parts, tier = awaiting.subgroup, self.parts, None
+        given = self._given
+        for piece in subgroup.pieces:
+            gradient = given[piece.record.number]
+            if gradient is not None and self._input(piece.record, gradient) is None:
+                return
+        if subgroup.arena.accelerated:
+            tier = None if parts is None else parts.reserve(subgroup)
+            if tier is None:
+                return
+        away = self._offloads and subgroup.arena.accelerated
+        update = SubgroupUpdate(subgroup, self._inputs, self._settings, offloaded=away, written=False)
+        with self._guard.change():
+            run.issued = True
+            records = [piece.record for piece in update.pieces]
+            if away:
+                handles = map(self._registry.offloaded.handle, dict.fromkeys(records))
+                update.arriving = [ThreadJob(each) for each in handles if each is not None]
+            if parts is not None and tier is not None:
+                parts.add(update, tier, awaiting.callers)
+                # At once, even if the update waits: a graph of before this backward, or one that is kept, would compute
+                # with the new weights.
+                tell_autograd(records)
+            else:
+                prepare_updates([Placed(update, subgroup.state)])()
+                self._registry.written(records)
+            self.issued.update(update.pieces)
+            self.updated.update(records)
+            for record in records:
+                places = len(self._registry.places[record])
+                left = self._left[record] = self._left.get(record, places) - 1 if places > 1 else 0
+                if not left:
+                    self._completed(record)
+
+    def _completed(self, record: ParameterRecord) -> None:
+        """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
+        self.complete.append((record, self._expected[id(record.parameter)].group))
+        record.parameter.grad = self._given[record.number] = self._inputs[record.number] = None
+        if self._offloads:
+            self._registry.offloaded.give(record)
