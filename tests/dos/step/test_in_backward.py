@@ -27,6 +27,7 @@ from perfmodel import Lane, Op, Span
 from tests.support.clock import WAIT_S
 from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
+from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
@@ -839,3 +840,38 @@ def test_backwards_of_another_thread_make_updates_wait_for_step() -> None:
             leave.set()
             beside.join()
     assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_a_part_that_fails_returns_when_no_thread_issues_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """User code may release memory then, to which a copy that is queued later would write."""
+    model, go, issued = mlp(), threading.Event(), list[bool]()
+    device = FakeCudaDevice(install(monkeypatch, seed=None))
+    optimizer = DOSAdam(model.parameters(), policy="cpu", device=device, subgroup_size=25)
+    optimizer.attach(model, updates="backward")
+    copy, fence = device.copy, device.fence
+
+    def late(*arguments: Any) -> Any:
+        if threading.current_thread().name.startswith("dos-issue"):
+            issued.append(go.wait(WAIT_S))
+        return copy(*arguments)
+
+    def failing(callers: Any = ()) -> Any:
+        if fences:
+            threading.Timer(0.1, go.set).start()
+            raise ArithmeticError("no fence")
+        fences.append(fence(callers))
+        return fences[0]
+
+    fences = list[Any]()
+    for step in range(3):
+        if step == 2:
+            optimizer.synchronize()
+            monkeypatch.setattr(device, "copy", late)
+            monkeypatch.setattr(device, "fence", failing)
+        with pytest.raises(RuntimeError, match="no fence") if step == 2 else contextlib.nullcontext():
+            loss_of(model, step).backward()
+        if step < 2:
+            optimizer.step()
+    assert issued == [True]
+    with pytest.raises(RuntimeError, match="undefined state"):
+        optimizer.step()
