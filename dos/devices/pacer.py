@@ -39,7 +39,9 @@ class Pacer:
 
     def __init__(self, speeds: Speeds) -> None:
         self._speeds = speeds
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each lane: a thread that was woken for nothing would hold Python's lock up for the others.
+        self._changed = {lane: threading.Condition(self._lock) for lane in Lane}
         self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in Lane}
         self._speed: Mapping[Lane, float] = {}
         self._advanced = 0.0
@@ -59,26 +61,27 @@ class Pacer:
             self._leave(lane, work)
 
     def _enter(self, lane: Lane, work: _Work) -> float:
-        with self._changed:
+        with self._lock:
             queue = self._queues[lane]
             self._advance()  # urgent work may take the place of the work that is being served
             queue.insert(sum(other.urgent for other in queue) if work.urgent else len(queue), work)
             while queue[0] is not work:
-                self._changed.wait()
+                self._changed[lane].wait()
             self._advance()
             work.begun = True
             self._share()
             return self._advanced
 
     def _leave(self, lane: Lane, work: _Work) -> None:
-        with self._changed:
+        with self._lock:
             queue = self._queues[lane]
             self._advance()
             # Urgent work may have taken the first place meanwhile, and this work continues after it.
             while queue[0] is not work or work.remaining > _DONE_S:
-                self._changed.wait(work.remaining / self._speed[lane] if queue[0] is work else None)
+                self._changed[lane].wait(work.remaining / self._speed[lane] if queue[0] is work else None)
                 self._advance()
             queue.popleft()
+            self._changed[lane].notify_all()
             self._share()
 
     def _served(self) -> dict[Lane, _Work]:
@@ -92,6 +95,8 @@ class Pacer:
         self._advanced = now
 
     def _share(self) -> None:
-        """Compute the speeds of another set of busy lanes, and wake waiting threads to compute their times anew."""
-        self._speed = self._speeds({lane: work.demand for lane, work in self._served().items()})
-        self._changed.notify_all()
+        """Compute the speeds of another set of busy lanes, and wake the threads whose work takes another time now."""
+        before, self._speed = self._speed, self._speeds({lane: work.demand for lane, work in self._served().items()})
+        for lane, speed in self._speed.items():
+            if speed != before.get(lane):
+                self._changed[lane].notify_all()
