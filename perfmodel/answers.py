@@ -13,7 +13,7 @@ import numpy as np
 from perfmodel.balance import Balance
 from perfmodel.compute import memory_freed
 from perfmodel.demand import demand
-from perfmodel.division import Division, divisions, fits
+from perfmodel.division import SLOTS_TRIED, Division, divisions, fits
 from perfmodel.floor import Floor
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import Stream
@@ -22,7 +22,7 @@ from perfmodel.simulate import Scope, Simulator
 from perfmodel.workload import SubgroupLoad, Workload
 
 MOST_SIMULATED = 128
-"""Subgroups. Of more, a simulation takes too long, and the closed form is as good."""
+"""Subgroups. Of more, a simulation takes too long: a part of them is planned, and the others alike."""
 PROPOSED = 4
 """Divisions of memory of which a plan is simulated, those that are best by the closed form."""
 STRIDES = (1, 2, 3, 4)
@@ -36,6 +36,9 @@ FEWEST, TASKS = 3, 700
 as many found nothing better on 60 drawn workloads of two measured machines."""
 NEAR, FAR = 0.06, 0.25
 """Shares of an iteration by which the closed form may be wrong: about the best plans, and about those of policies."""
+EVEN = 0.03
+"""Share of many subgroups by which a stride may differ that takes the place of the best number on the CPU of a part of
+them: the next forward waits less for turns in an order that recurs, which a part is too short to tell."""
 ALIKE = 0.003
 """Share of an iteration by which plans differ that are about as good."""
 WORTHWHILE = 0.01
@@ -92,6 +95,8 @@ class Answers:
         self._plans: dict[tuple[float, ...], Plan] = {}
         """By memory."""
         self._simulator = Simulator(workload, profile)
+        self._part: Answers | None = None
+        """For a part of so many subgroups that a simulation of all takes too long."""
 
     def best(self, workload: Workload) -> Plan:
         """Return the best plan for this memory; all state on the GPU where that is about as good.
@@ -110,13 +115,36 @@ class Answers:
         some = _comparable(workload)
         choices = sorted(self._choices(some), key=_COST)
         if len(workload.subgroups) > MOST_SIMULATED:
-            return Choice(0.0, some[0], 0) if fits(workload) else choices[0]
+            return Choice(0.0, some[0], 0) if fits(workload) else self._as_a_part(workload, choices)
         best = self._simulated(workload, choices)
         if not fits(workload):
             return best
         stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
         shorter = self._compute_s + best.cost <= (1 - WORTHWHILE) * (self._compute_s + stays.cost)
         return best if workload.backward_s and shorter else stays
+
+    def _as_a_part(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
+        """The plan that has as large a share on the CPU as the best of every k-th subgroup has, with as many slots.
+
+        Of blocks and saved tensors, whose places matter, the best plan by the closed form.
+        """
+        if workload.blocks or workload.activations:
+            return choices[0]
+        every = -(-len(workload.subgroups) // MOST_SIMULATED)
+        part = _every(workload, every)
+        if self._part is None:
+            self._part = Answers(dataclasses.replace(part, **AMPLE), self.profile)
+        found = self._part._choose(part)
+        alike = [each for each in choices if each.division.streams is found.division.streams] or choices
+        division = min(alike, key=lambda each: abs(each.division.slots - found.division.slots)).division
+        few, many = (
+            len(work.subgroups) - len(each.residents) for work, each in ((part, found.division), (workload, division))
+        )
+        on_cpu = round(many * min(1.0, found.on_cpu / max(few, 1))) + max(0, found.on_cpu - few) * every
+        even = min((many - many // k for k in STRIDES[1:]), key=lambda each: abs(each - on_cpu))
+        on_cpu = even if workload.forward_s and abs(even - on_cpu) <= EVEN * many else on_cpu
+        least, most = self._range(division)
+        return Choice(found.cost * every, division, min(max(on_cpu, least), most))
 
     def _simulated(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
         """The best of some plans that the closed form proposes, of those of fixed policies, and of neighbours.
@@ -132,10 +160,14 @@ class Answers:
             return min(found, key=_COST)
 
         first, *proposed = [(each, NEAR) for each in _varied(choices)] + [(each, FAR) for each in self._fixed(choices)]
-        best = look(first[0].division, first[0].on_cpu)
+        start = best = look(first[0].division, first[0].on_cpu)
         for (cost, division, on_cpu), error in sorted(proposed, key=lambda each: each[0].cost):
             if cost - error * (self._compute_s + cost) < best.cost:
                 best = look(division, on_cpu)
+        if best is not start:  # the closed form may be right but for the last subgroup, for which all wait
+            least, most = self._range(start.division)
+            for on_cpu in {max(start.on_cpu - FIRST_STEP, least), min(start.on_cpu + FIRST_STEP, most)}:
+                best = look(start.division, on_cpu)
         if len(workload.subgroups) <= FEW:
             for division in dict.fromkeys(choice.division for choice, _ in (first, *proposed)):
                 least, most = self._range(division)
@@ -248,3 +280,21 @@ def _comparable(workload: Workload) -> list[Division]:
         most = max(len(d.blocks) for d in some)
         some = [d for d in some if len(d.blocks) == most]
     return some
+
+
+def _every(workload: Workload, k: int) -> Workload:
+    """Return a workload of every k-th subgroup alone, with its part of memory and time, and all slots that fit."""
+    slots = workload.slots_within(min(workload.shared_free_bytes, workload.update_free_bytes), SLOTS_TRIED[-1])
+    staged = workload.staging_bytes(slots)
+    room = min(workload.peak_free_bytes, workload.shared_free_bytes - staged)
+    return dataclasses.replace(
+        workload,
+        subgroups=workload.subgroups[k // 2 :: k],
+        forward_s=workload.forward_s / k,
+        backward_s=workload.backward_s / k,
+        ahead_s=workload.ahead_s / k,
+        peak_free_bytes=room / k,
+        shared_free_bytes=math.inf,
+        update_free_bytes=staged,
+        host_free_bytes=workload.host_free_bytes / k,
+    )
