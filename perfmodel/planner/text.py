@@ -122,7 +122,7 @@ def _headline(answer: Answer) -> Iterator[str]:
 
 def _fastest(best: Fastest) -> Iterator[str]:
     """Yield the fastest settings with AdamW's results, their share of the compute, and how to set them."""
-    asked, words = best.question, best.change or "as asked"
+    asked, words = best.question, f"add {best.change}" if best.change else "as asked"
     share = f"{best.compute_share:.0%} of what forward and backward reach alone"
     if more := best.accumulating():
         share += f", {more[1]:.0%} with --accumulation {more[0]}"
@@ -214,7 +214,7 @@ def _expected(answer: Answer) -> Iterator[str]:
         share = 1.0 if all_resident else answer.resident_state / situation.state_bytes
         yield f"{share:.0%} of the optimizer state can stay on the GPU then."
         busiest = RESOURCES.get(bound.binding, bound.binding)
-        limit = f"What limits the update is {busiest}, to {format_seconds(bound.seconds)} at least"
+        limit = f"Under any plan the update takes {format_seconds(bound.seconds)} at least, limited by {busiest}"
         if best.exposed_s is not None and best.exposed_s < 0.05 * best.seconds:
             limit += "; nearly all of it hides behind forward and backward, which limit the iteration"
         yield f"{limit}."
@@ -224,7 +224,7 @@ def _expected(answer: Answer) -> Iterator[str]:
     if share >= NEARLY:
         yield f"What limits the job is {answer.limit}, at work for {share:.0%} of the iteration."
     else:
-        yield f"The busiest part is {answer.limit}, at work for {share:.0%} of the iteration: parts wait."
+        yield f"With the best plan {answer.limit} is busiest, for {share:.0%} of the iteration; parts wait for others."
 
 
 def _largest(answer: Answer) -> Iterator[str]:

@@ -43,7 +43,7 @@ def test_the_options_that_are_said_give_what_is_said(capsys: pytest.CaptureFixtu
         'In code, with the model on the host: optimizer = DOSAdam(..., device="cuda", offload_gradients=True, '
         'subgroup_size=100_000_000); optimizer.attach(model, weights="auto").'
     )
-    change, _, rest = first.removeprefix("Fastest with AdamW's results: ").partition(": ")
+    change, _, rest = first.removeprefix("Fastest with AdamW's results: add ").partition(": ")
     question = asked(*line.split(), *change.split())[0]
     situation = Situation(question)
     seconds = adaptive_outcome(situation).seconds
