@@ -355,7 +355,7 @@ class Backward:
         held = self._ledger.stores.device.nbytes
         # State that backward has fetched, and its slots, take memory, too.
         self.cancel_all()
-        self._ledger.moves.bring_home(self._registry.accelerated)
+        self._ledger.stores.bring_home(self._registry.accelerated)
         # The plan gave state too much memory: user code alone would have had enough.
         self.decisions.memory.forecast.allocation_failed(max(0, held - nbytes))
         self.device.trim()

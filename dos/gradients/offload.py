@@ -24,6 +24,7 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane
 from dos.step.ledger import Ledger
+from dos.step.transit import Transit, wait_for_all
 from dos.torch_internals.modes import backward_number, writes_gradient
 
 MOST_IN_TRANSIT = 256 << 20
@@ -133,6 +134,9 @@ class OffloadedGradients:
         self._store = store
         self._passages: deque[tuple[HostTensor, Future[None]]] = deque()
         """The passages in the order of use, each with the addition that reads from it last."""
+        self._leaving: deque[Transit] = deque()
+        """The transits whose gradients only the copy keeps on the device."""
+        self._leaving_bytes = 0
         self._totals: dict[ParameterRecord, _Total] = {}
         self._held: dict[int, dict[ParameterRecord, _Held]] = {}
         """By the number of the backward, and the record."""
@@ -178,10 +182,7 @@ class OffloadedGradients:
             warn(_UNUSED)
         if pin:
             self._store.stage(subgroups)
-        most = MOST_IN_TRANSIT
-        if isinstance(ledger.device, EmulatedDevice):
-            most = min(most, ledger.device.capacity >> _SCALE)
-        ledger.transits.hold_back(gradient.nbytes, most)
+        self._hold_back(gradient.nbytes, ledger.device)
         # After an exception from here on it is not known whether the gradient was added.
         self._torn.add(record)
         subgroup = subgroups[0] if subgroups else None
@@ -220,6 +221,19 @@ class OffloadedGradients:
         self.left.discard(record)
         return first
 
+    def _hold_back(self, nbytes: int, device: Device) -> None:
+        """Block while gradients in transit, with `nbytes` more, are too many bytes.
+
+        Else backward, which is faster than the link, would fill the device with gradients that wait for their copy.
+        """
+        most = MOST_IN_TRANSIT
+        if isinstance(device, EmulatedDevice):
+            most = min(most, device.capacity >> _SCALE)
+        # The first copy ends first, because the stream is in order. Its end releases the gradient's memory.
+        while self._leaving and self._leaving_bytes + nbytes > most:
+            wait_for_all([self._leaving[0]])
+            self._leaving_bytes -= self._leaving.popleft().nbytes
+
     def _comes_first(self, record: ParameterRecord, leaf: Tensor, before: _Total, number: int) -> bool:
         """Return whether the backward of this number has yet to write the other gradient of a weight that streams."""
         if number == -1 or record.leaf is record.parameter or before.backward == number:
@@ -244,7 +258,10 @@ class OffloadedGradients:
     def _send(
         self, destination: Tensor, gradient: Tensor, index: int, subgroup: Subgroup | None, ledger: Ledger
     ) -> Job:
-        return ledger.transits.send(index, subgroup, [(destination, gradient)], freed=True).job
+        transit = ledger.transits.send(index, subgroup, [(destination, gradient)], freed=True)
+        self._leaving.append(transit)
+        self._leaving_bytes += transit.nbytes
+        return transit.job
 
     def _add(
         self,
@@ -396,6 +413,8 @@ class OffloadedGradients:
         """Forget all gradients, once no addition writes to them. used: because a step has used them."""
         self._used, self._given = {*self._given, *self._totals} if used else set(), set()
         self.forget_interrupted()
+        self._leaving.clear()
+        self._leaving_bytes = 0
         forgotten, self._totals, self._torn, self.left = self._totals, {}, set(), set()
         for total in forgotten.values():
             total.arrived.exception()  # waits; a failure does not matter for gradients that no step uses

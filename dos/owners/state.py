@@ -30,7 +30,7 @@ class State:
     def bring_home_within(self) -> None:
         self._waiting.settle()
         if self._assembly.on_device is not None:
-            self._ledger.moves.bring_home(self._registry.accelerated)
+            self._ledger.stores.bring_home(self._registry.accelerated)
 
     @entry(*ANY)
     def release_memory(self) -> int:

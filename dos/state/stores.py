@@ -1,4 +1,4 @@
-"""The memory of optimizer state: one store for each tier. The ledger knows where state is."""
+"""The memory of optimizer state: one store for each tier, in one of which a subgroup's newest state is."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dos.state.disk_store import DiskStore
 from dos.state.homes import Homes
 from dos.state.host_store import HostStore
 from dos.state.subgroup import Subgroup
+from dos.state.windows import window_bytes
 from perfmodel.plan import Move, Tier
 
 
@@ -40,7 +41,7 @@ class Store(Protocol):
 
 
 class Stores:
-    """The stores of one device's subgroups, the fastest first, and where the newest state of each is."""
+    """The stores of one device's subgroups, the fastest first: where state is, and how it moves."""
 
     def __init__(self, device: Device, homes: Homes) -> None:
         self.device = DeviceStore(device)
@@ -66,3 +67,64 @@ class Stores:
         if self.disk is not None and move.source is Tier.DISK:
             return self.disk.load(number, subgroup, source if self.host.has(subgroup) else None, after)
         return self.of[move.destination].store(number, subgroup, source, after, beside)
+
+    def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
+        """Move the state of all these home. Blocks. No step and no fetch may be in flight.
+
+        User code may write there from now on.
+        Raises MemoryError or OSError if a home has no room.
+        """
+        subgroups = list(subgroups)
+        self.device.expect_denials(False)
+        places, homes = {s: self.at(s) for s in subgroups}, self.homes.tiers(subgroups, subgroups)
+        away = [(s, Move(tier, homes[s])) for s, tier in places.items() if tier not in (None, homes[s])]
+        to_disk = [s for s, move in away if move == Move(Tier.DEVICE, Tier.DISK)]
+        away = [(s, move) for s, move in away if Tier.DISK not in move]
+        self.homes.reserve_on_host([s for s, _ in away])
+        # The caller's stream may still read views of the homes that are written below.
+        after = self.device.device.fence()
+        if to_disk:
+            self.to_disk(to_disk, Tier.DEVICE, after)
+        for job in [self.copy(move, 0, s, after) for s, move in away]:
+            job.wait()  # the host reads the state from here on, and the device's room is released below
+        for subgroup, move in away:
+            self.of[move.source].drop(subgroup)
+
+    def spill(self, subgroups: Iterable[Subgroup]) -> None:
+        """Move state of these from the host to disk, the last first, until offloaded gradients fit on the host.
+
+        As `bring_home`. Raises OSError if the disk has no room either.
+        """
+        at_home = [subgroup for subgroup in subgroups if self.at(subgroup) is Tier.HOST]
+        missing = max(0, window_bytes(at_home) - self.host.windows.nbytes) - self.host.room
+        moving = []
+        while at_home and missing > 0:
+            moving.append(at_home.pop())
+            missing -= self.host.home_bytes(moving[-1], made=True)
+        try:
+            self.to_disk(moving, Tier.HOST)
+        finally:
+            # Some state is in files now: user code's writes to its views must reach them, even where a later write has
+            # failed.
+            self.homes.expose_again()
+
+    def to_disk(self, subgroups: Sequence[Subgroup], source: Tier, after: Sequence[Job] = ()) -> None:
+        """Move state from its home on the host, or from the device, to disk. Blocks.
+
+        after: jobs that must end before the state on the device is read. Nothing else may be in flight.
+        Raises OSError, with nothing changed, if the disk has no room.
+        """
+        assert self.disk is not None, "there is nowhere else"
+        self.disk.reserve(subgroups)
+        windows, nbytes = self.host.windows, window_bytes(subgroups)
+        if subgroups and not windows.fit(1, nbytes):
+            windows.make(1, nbytes, self.device.device)  # beyond the limit, if need be: homes are dropped below
+        for subgroup in subgroups:
+            windows.enter(subgroup, 0)
+            # One subgroup at a time, through one window: the next copy would overwrite bytes that are being written.
+            if source is Tier.DEVICE:
+                self.copy(Move(Tier.DEVICE, Tier.HOST), 0, subgroup, after).wait()
+            self.copy(Move(Tier.HOST, Tier.DISK), 0, subgroup, ()).wait()
+            windows.leave(subgroup)
+            # After the wait: if the write fails, this room has the only copy of the state.
+            self.of[source].drop(subgroup)

@@ -20,7 +20,6 @@ from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, InPlaceLane
 from dos.step.issue import Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
-from dos.step.moves import Moves
 from dos.step.transit import Transits, drain_streams
 from dos.step.turns import Turn, Turns
 from dos.step.unseen import UnseenWrites
@@ -46,7 +45,7 @@ class Ledger:
 
     The caller holds the guard's lock. The phase becomes BROKEN if a step or an update fails.
 
-    device, stores, lane: of the accelerator; set by `open`. moves: moves state while no step is in flight.
+    device, stores, lane: of the accelerator; set by `open`.
     unseen: finds writes to parameters that raise no version; None where the caller waits for the device, and `step()`
         itself compares.
     pending: the records of parameters in flight, each with the caller's queues that are ordered behind its update.
@@ -58,7 +57,6 @@ class Ledger:
     device: Device
     stores: Stores
     transits: Transits
-    moves: Moves
     lane: HostLane
     ended: Callable[[Step, Timeline], None]
     unseen: UnseenWrites | None
@@ -99,7 +97,6 @@ class Ledger:
         """Begin to use the accelerator, once the first parameter there was found."""
         self.device, self.stores = device, Stores(device, homes)
         self.transits = Transits(device, self.stores)
-        self.moves = Moves(device, self.stores)
         self.unseen = UnseenWrites(device) if device.queues else None
         self.lane = HostLane(device, self.unseen)
         self._open = True
@@ -107,11 +104,11 @@ class Ledger:
     # Where state is.
 
     def spill_to_disk(self, subgroups: Iterable[Subgroup]) -> None:
-        """Move state of these to disk if offloaded gradients do not fit on the host beside it; see `Moves.spill`."""
+        """Move state of these to disk if offloaded gradients do not fit on the host beside it; see `Stores.spill`."""
         self.stores.host.lower_share()
         if self.stores.disk is not None and self.stores.host.room < 0:
             self.settle()
-            self.moves.spill(subgroups)
+            self.stores.spill(subgroups)
 
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
         """Release the state of these, whose parameters are forgotten."""
@@ -428,7 +425,7 @@ class Ledger:
             for subgroup, home in step.homes:
                 home.drop(subgroup)
         # After all waits: if Ctrl-C ends one of them, the next call waits again.
-        self.transits.end()
+        self.transits.all = []
         self.step = self._lane_done = None
         spans += self.lane.take_spans()
         if errors:

@@ -59,10 +59,10 @@ class Preparation:
         self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
     ) -> None:
         """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`."""
-        self._work, self._left_beside, transits = work, left, ledger.transits
+        self._work, self._left_beside = work, left
         self._subjects, self._windows = subjects, work.windows
-        self._transits, self._moves = transits, ledger.moves
-        self._stores = stores = ledger.stores
+        self._transits, self._stores = ledger.transits, ledger.stores
+        stores = ledger.stores
         self.found = [s.found(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._reserved: list[tuple[Store, Subgroup]] = []
@@ -188,7 +188,7 @@ class Preparation:
                 self._transits.wait()  # gradients may be in transit to a home that is dropped below
                 at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
                 housed = [i for i in at_home if stores.host.has(subjects[i].subgroup)]
-                self._moves.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
+                stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
                 found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
                 through = windowed(plan, found)
             stores.host.make_windows(self._windows, self._nbytes, stores.device.device)

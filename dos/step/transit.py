@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -82,9 +81,6 @@ class Transits:
         self.all: list[Transit] = []
         self.filled: dict[Subgroup, Transit] = {}
         self._device, self._stores = device, stores
-        self._freed: deque[Transit] = deque()
-        """The transits of gradients whose memory on the device only the copy keeps."""
-        self._freed_bytes = 0
         self._considered: Plan | None = None
         """The plan for which these two were computed."""
         self._streamed: list[int] = []
@@ -105,7 +101,7 @@ class Transits:
 
         subgroup: the first subgroup in which they lie; None: they have no elements.
         callers: the queues in which backward wrote them, if not all in the present one.
-        freed: whether only the copy keeps their memory on the device from now on; see `hold_back`.
+        freed: whether only the copy keeps their memory on the device from now on.
         then: see `Device.copy`.
         """
         if len(self.all) > MOST_EARLY:  # many backwards without a step; departures refer to transits in use
@@ -120,20 +116,7 @@ class Transits:
         self.all.append(transit)
         if DEBUG:
             log("issued:", transit)
-        if freed:
-            self._freed.append(transit)
-            self._freed_bytes += nbytes
         return transit
-
-    def hold_back(self, nbytes: int, most: int) -> None:
-        """Block while gradients that only copies keep on the device take more than `most` bytes, with `nbytes` more.
-
-        Else backward, which is faster than the link, would fill the device with gradients that wait for their copy.
-        """
-        # The first copy ends first, because the stream is in order. Its end releases the gradient's memory.
-        while self._freed and self._freed_bytes + nbytes > most:
-            wait_for_all([self._freed[0]])
-            self._freed_bytes -= self._freed.popleft().nbytes
 
     def fill_slots(self, plan: Plan, subgroups: Sequence[Subgroup], spare: Callable[[], float]) -> None:
         """Allocate and fill the plan's slots while backward runs, if they take at most `spare` bytes.
@@ -193,16 +176,7 @@ class Transits:
         numbers = {transit.number for _, transit in used}
         self.all = [transit for transit in self.all if transit.number not in numbers]
         self.filled, self._considered = {}, None
-        # From here on the step keeps these gradients' memory, and waits for their copies.
-        self._freed.clear()
-        self._freed_bytes = 0
         return used
-
-    def end(self) -> None:
-        """Forget all transits, which have ended, and which no step will use."""
-        self.all = []
-        self._freed.clear()
-        self._freed_bytes = 0
 
 
 def drain_streams(device: Device) -> None:

@@ -25,10 +25,10 @@ from dos.gradients import offload
 from dos.gradients.offload import OffloadedGradients
 from dos.owners.waiting import Waiting
 from dos.state.disk_store import DiskStore
+from dos.state.stores import Stores
 from dos.step.host_lane import HostLane
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
-from dos.step.moves import Moves
 from dos.step.transit import Transits
 from dos.step.unseen import UnseenWrites
 from dos.weights.block import Block
@@ -218,11 +218,11 @@ PROGRAMS = (
 USUAL = (streamed, sent_in_vain, added_up, on_disk, saved_tensors, weights_streamed)
 FAULTS = [
     Fault(Transits, "send", "self._device.fence(callers), *behind", "(), *behind", on_host, True),
-    Fault(Transits, "_fetch", "self._device.fence())", "())", changing),
+    Fault(Transits, "fill_slots", "self._device.fence())", "())", streamed),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", on_host),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", resident, True),
-    Fault(Transits, "cancel", "wait_for_all([self._state[subgroup]])", "pass", changing),
-    Fault(Moves, "bring_home", "job.wait()", "pass", adaptive, True),
+    Fault(Transits, "cancel_slots", "wait_for_all(self.filled.values())", "pass", changing),
+    Fault(Stores, "bring_home", "job.wait()", "pass", adaptive, True),
     Fault(Ledger, "_run_host_lane", "job.wait()", "pass", streamed),
     Fault(Step, "issue", "jobs[under_way] = (*self.backward, *behind)", "jobs[under_way] = ()", streamed),
     Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),

@@ -5,6 +5,7 @@ That any micro-batches add up to the same bits, `test_stateful.py` compares.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -271,7 +272,7 @@ def test_a_part_that_does_not_come_is_said(part: int, monkeypatch: pytest.Monkey
     def fail(self: Transits, index: int, subgroup: Any, copies: Sequence[Copy], **more: Any) -> Any:
         found = send(self, index, subgroup, copies, **more)
         found.job.wait()
-        return type("Sent", (), {"job": Broken()}) if next(sent) == part else found
+        return dataclasses.replace(found, job=Broken()) if next(sent) == part else found
 
     with monkeypatch.context() as patch:
         patch.setattr(Transits, "send", fail)

@@ -21,9 +21,9 @@ from dos.owners.state import State
 from dos.parameters.hooks import Attachment
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
+from dos.state.stores import Stores
 from dos.step.issue import Step
 from dos.step.ledger import Ledger
-from dos.step.moves import Moves
 from dos.step.prepare import Preparation
 from dos.step.transit import Transits
 from tests.support.calls import (
@@ -91,8 +91,8 @@ MOMENTS = [
     Moment("norm", Registry, "place_gradients", (HOST, CPU, OFFLOADED), DONE, UNCHANGED),
     Moment("attach", Ledger, "settle", (CPU, ATTACHED), DONE, UNCHANGED),
     Moment("synchronize", Ledger, "settle", (HOST, CPU, ATTACHED), DONE, UNCHANGED),
-    Moment("release_memory", Moves, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
-    Moment("state_dict", Moves, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
+    Moment("release_memory", Stores, "bring_home", (CPU, RESIDENT, STREAMED, ATTACHED), DONE, UNCHANGED),
+    Moment("state_dict", Stores, "bring_home", (CPU, RESIDENT, ATTACHED), DONE, UNCHANGED),
 ]
 
 
