@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from dos.backward import Backward
-from dos.guard import Guard
+from dos.guard import Guard, warn
 from dos.in_backward.finals import NOTHING, Finals, Learned
 from dos.in_backward.refusals import (
     CAPTURED,
@@ -23,6 +23,7 @@ from dos.in_backward.refusals import (
     SPARSE,
     UNENDED,
     WRITTEN,
+    ZEROED,
 )
 from dos.in_backward.runs import Run, accumulating
 from dos.parameters.admission import Group
@@ -76,6 +77,7 @@ class InBackward:
         """Gradients that wait for `step()`, taken from `p.grad` when backward ended; others may wait on the host."""
         self._waits = False
         """Whether any gradients wait."""
+        self._warned = False
         self._settings_before: list[Any] = []
         self._forget()
 
@@ -280,6 +282,12 @@ class InBackward:
     def keeps(self, record: ParameterRecord) -> bool:
         """Return whether the parameter's gradient waits for `step()`, so that user code cannot drop it any more."""
         return self.unended and id(record.parameter) in self.members
+
+    def warn_of_zeroing(self, parameters: Iterable[Tensor]) -> None:
+        """Warn once that user code zeroes gradients of an iteration that is not ended, if they are of members."""
+        if not self._warned and not self.members.isdisjoint(map(id, parameters)):
+            self._warned = True
+            warn(ZEROED)
 
     def left(self, updates: Mapping[Subgroup, SubgroupUpdate]) -> dict[Subgroup, SubgroupUpdate]:
         """Return these updates without what backward has updated of parameters that lie in several subgroups."""

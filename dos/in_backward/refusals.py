@@ -78,6 +78,11 @@ WRITTEN = (
     "attach(updates='backward') says; write to parameters after step(), or attach the model without updates="
 )
 
+ZEROED = (
+    "zero_grad() between backward and step() comes too late: attach(updates='backward') uses gradients while backward "
+    "runs; leave out a batch before its backward, or attach the model without updates="
+)
+
 STATE_READ = (
     "optimizer.state was read, or a state dict loaded, after a backward that has updated state, and before step() has "
     "ended that iteration, as attach(updates='backward') says; call optimizer.step() first"

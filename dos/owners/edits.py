@@ -97,6 +97,8 @@ class Edits:
         Returns whether any of them has state here.
         """
         records = [record for p in parameters if (record := self._registry.record(p)) is not None]
+        if self._assembly.in_backward is not None and self._assembly.in_backward.unended:
+            self._assembly.in_backward.warn_of_zeroing(self._own(parameters))
         if overwrites and records and self._assembly.ledger.unfinished:
             self._waiting.synchronize()
         if records and self._registry.offloaded.enabled:
@@ -131,6 +133,7 @@ class Edits:
         self._clipping.forget()
         offloaded = self._registry.offloaded
         if self._assembly.in_backward is not None and self._assembly.in_backward.unended:
+            self._assembly.in_backward.warn_of_zeroing(self._assembly.parameters)
             offloaded.forget([record for record in offloaded.records if not self._keeps(record)])
         else:
             offloaded.forget_all()

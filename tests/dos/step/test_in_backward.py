@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,10 @@ from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.inside import in_backward
 from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
 
-pytestmark = pytest.mark.usefixtures("one_kernel_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_kernel_thread"),
+    pytest.mark.filterwarnings(r"ignore:zero_grad\(\) between"),
+]
 
 PLACES = ["host", "cpu", "stride:2", 0.5, "resident", "adaptive"]
 
@@ -203,12 +207,34 @@ def test_a_backward_updates_and_step_ends_it(place: Any) -> None:
     optimizer.step()
     before = bits(model.parameters())
     loss_of(model, 1).backward()
-    optimizer.zero_grad()  # it does nothing
+    with pytest.warns(UserWarning, match="comes too late"):
+        optimizer.zero_grad()  # it does nothing
     updated = bits(model.parameters())  # read through the model, which waits
     assert all(a != b for a, b in zip(before, updated, strict=True))
     optimizer.step()
     assert bits(model.parameters()) == updated
     assert {float(entry["step"]) for entry in optimizer.state_dict()["state"].values()} == {2.0}
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize("of", ["a layer", "another optimizer"])
+def test_gradients_are_dropped_too_late_with_one_warning(of: str, offload_gradients: bool) -> None:
+    """Of those of other models and optimizers, and after `step()`, nothing is said."""
+    model, other = mlp(), mlp()
+    optimizer = attached(model, offload_gradients=offload_gradients)
+    zeroed = {"a layer": model[0], "another optimizer": torch.optim.SGD(model[0].parameters())}[of]
+    for step in range(3):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            optimizer.zero_grad()
+            model.zero_grad()
+            loss_of(model, step).backward()
+            other.zero_grad()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            zeroed.zero_grad()
+        assert ["comes too late" in str(each.message) for each in found] == [True] * (step == 0)
+        optimizer.step()
 
 
 class Parts(nn.Module):

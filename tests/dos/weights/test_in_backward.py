@@ -20,7 +20,7 @@ from tests.support.crossings import crossed
 from tests.support.inside import in_backward, session_of
 from tests.support.training import bits, everything
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = [pytest.mark.usefixtures("one_core"), pytest.mark.filterwarnings(r"ignore:zero_grad\(\) between")]
 
 WEIGHTS = (0, 2, 1.0, "auto")
 Step = Callable[[Any, DOSAdam, int], None]
