@@ -4,9 +4,10 @@
 
 Trains a small GPT on the emulated accelerator with the proportions of an RTX 4090 desktop: the weights take nine tenths
 of the device, as those of 11B parameters do of 24 GB. "stay" is the default policy with all weights on the device,
-"stream" has no block's weights there but while it computes, "auto" as many as the plan says; saved tensors move as
-planned in all. Each matrix multiplication of a block takes its share of the time that the batch asks for, in forward
-and twice that in backward; who waits for transfers waits besides. Batches grow until no row fits any more.
+"stream" has no block's weights there but while it computes, and may update in backward, "auto" as many as the plan
+says; saved tensors move as planned in all. Each matrix multiplication of a block takes its share of the time that the
+batch asks for, in forward and twice that in backward; who waits for transfers waits besides. Batches grow until no row
+fits any more.
 """
 
 from __future__ import annotations
@@ -50,8 +51,14 @@ BLOCK = 4
 """Iterations of one run before the next has its turn; the first does not count."""
 WARM_UP = 3
 """Turns that do not count: plans settle."""
-WAYS: dict[str, Any] = {"stay": None, "stream": 0, "auto": "auto"}
-"""By the name of the row: `weights` of `DOSAdam.attach`."""
+IN_BACKWARD = "stream, updates in backward"
+WAYS: dict[str, dict[str, Any]] = {
+    "stay": {"weights": None},
+    "stream": {"weights": 0},
+    "auto": {"weights": "auto"},
+    IN_BACKWARD: {"weights": 0, "updates": "backward"},
+}
+"""By the name of the row: arguments of `DOSAdam.attach`."""
 MOST_OF_BEST, MOST_OF_BOUND, LEAST_OF_BOUND, LEAST_GAIN = 1.03, 1.10, 0.98, 1.3
 
 
@@ -119,12 +126,12 @@ def _begin_backward_at(out: Tensor, device: Waiting) -> None:
 
 def started(profile: HardwareProfile, capacity: int, way: str, batch: int) -> Run:
     """Start training batches of this size in one way."""
-    model, weights = model_of(CONFIG), WAYS[way]
-    occupied = sum(p.nbytes for p in model.parameters()) if weights is None else 0
+    model, how = model_of(CONFIG), WAYS[way]
+    occupied = sum(p.nbytes for p in model.parameters()) if how["weights"] is None else 0
     device = Waiting(profile, capacity, occupied)
     pace(model.blocks, device, batch * FORWARD_S)
     optimizer = DOSAdam(model.parameters(), subgroup_size=SUBGROUP, device=device, offload_gradients=True)
-    optimizer.attach(model, activations="auto", weights=weights)
+    optimizer.attach(model, activations="auto", **how)
     return Run(model, optimizer, device)
 
 
@@ -150,7 +157,8 @@ def workload(capacity: int, way: str, batch: int) -> Workload:
         activation_least_bytes=max(0, -free),
         blocks=tuple(blocks),
         blocks_least={"stay": len(blocks)}.get(way, 0),
-        blocks_most={"stream": 0}.get(way, len(blocks)),
+        blocks_most=0 if WAYS[way]["weights"] == 0 else len(blocks),
+        in_backward=way == IN_BACKWARD,
     )
 
 
@@ -158,9 +166,10 @@ def bound_s(work: Workload, profile: HardwareProfile) -> float:
     """Seconds of an iteration that no plan could beat.
 
     Sums of work leave out an order: where the last block streams, all updates come before its fetch, because blocks are
-    fetched in the order of forward, and its forward comes behind that. Neither hides behind an update.
+    fetched in the order of forward, and its forward comes behind that. Neither hides behind an update. Of updates that
+    begin in backward the sums alone are known.
     """
-    if work.blocks_most:
+    if work.blocks_most or work.in_backward:
         return least_iteration_s(work, profile)
     *others, last = work.blocks
     share = sum(load.numel for load in work.subgroups[last.start :]) / work.numel
@@ -219,7 +228,7 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
         way, batch = row["weights"], row["batch"]
         best[way] = max(best.get(way, 0.0), row["tokens_per_s"])
         found += common_limits(f"{way} at {batch}", row)
-        others = [r["iteration_s"] for r in rows if r["batch"] == batch and r["weights"] != "auto"]
+        others = [r["iteration_s"] for r in rows if r["batch"] == batch and r["weights"] in ("stay", "stream")]
         if way == "auto" and others:
             over = row["iteration_s"] / min(others)
             found.append(Limit.at_most(f"auto at {batch}: slower than the best", over, MOST_OF_BEST))
@@ -227,6 +236,9 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
         found.append(Limit.at_least(f"{way} at {batch}: below its bound", over, LEAST_OF_BOUND))
         if way == "stream":
             found.append(Limit.at_most(f"stream at {batch}: above its bound", over, MOST_OF_BOUND))
+        if way == IN_BACKWARD and others:
+            over = row["iteration_s"] / min(others)
+            found.append(Limit.at_most(f"{way} at {batch}: slower than in step", over, 1.0))
     if {"stay", "stream"} <= best.keys():
         found.append(Limit.at_least("stream gains too little", best["stream"] / best["stay"], LEAST_GAIN))
     return found
