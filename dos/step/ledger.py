@@ -192,11 +192,6 @@ class Ledger:
             self.pending |= {piece.record: frozenset() for update in updates for piece in update.pieces}
             return self.step
 
-    @property
-    def backlog(self) -> int:
-        """The number of turns that the host has not taken of a step that backward issues."""
-        return 0 if self._turns is None else self._turns.waiting
-
     def close(self) -> None:
         """End a step that is issued: no further part of it comes."""
         turns, step = self._turns, self.step

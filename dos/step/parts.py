@@ -21,10 +21,8 @@ from perfmodel import Placement, Plan, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import schedule_part
 
-MOST_HELD, MOST_ON_CPU = 6, 3
-"""Subgroups that wait for each other, which takes the host less time than one by one; as many with one of the CPU's."""
-BACKLOG = 2
-"""Turns that the CPU has before it while others wait."""
+MOST_HELD = 6
+"""Residents that wait for each other: one launch takes the host less time than several."""
 
 
 class Final(NamedTuple):
@@ -73,10 +71,10 @@ class Fetches:
 class Parts:
     """Reserves the memory of one subgroup after the other, and issues their updates, by the plan of the iteration.
 
-    Updates by the CPU are issued at once, unless it has others to do. Those of residents wait for the next one of the
-    CPU, or until they are MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and until the link
-    would have nothing to do, and those first that forward needs first, whose gradients come last. What waits is issued
-    when backward ends, or the ledger settles.
+    Updates by the CPU are issued at once. Those of residents wait for the next one of the CPU, or until they are
+    MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and until the link would have nothing to
+    do, and those first that forward needs first, whose gradients come last. What waits is issued when backward ends, or
+    the ledger settles.
 
     Offloaded gradients return through a slot to state on the device, once they have arrived on the host.
 
@@ -168,8 +166,7 @@ class Parts:
         number = self._index[update.subgroup]
         placement, each = self.plan.placements[number], Final(number, update, tier, callers)
         (self._passing if self._passes(number, tier) else self._held).append(each)
-        count, on_cpu = len(self._held), placement is Placement.CPU
-        if count == MOST_HELD or (on_cpu and (count >= MOST_ON_CPU or self._ledger.backlog < BACKLOG)):
+        if len(self._held) == MOST_HELD or placement is Placement.CPU:
             self._issue_held()
         self._fetches.subgroup_comes()
         while self._passing and self._has_slot() and not self._fetches.enough:

@@ -113,6 +113,12 @@ def test_residents_are_updated_together(parts: list[list[int]]) -> None:
     assert sorted(itertools.chain.from_iterable(each)) == [*range(sum(map(len, each)))]
 
 
+def test_updates_by_the_cpu_wait_for_no_others(parts: list[list[int]]) -> None:
+    """Their gradients would leave when the last one's are final, and the CPU would have nothing to do until then."""
+    trained(mlp(width=100), "backward", "cpu")
+    assert {len(part) for part in parts} == {1}
+
+
 def test_offloaded_gradients_return_to_all_residents(parts: list[list[int]]) -> None:
     """Through a slot that has room for the largest, although a smaller subgroup comes first."""
     model = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 7))
