@@ -179,8 +179,10 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
         plain(extent, buffer)
 
     @around(patch, DiskSpace, "expose")
-    def expose(checker: Checker, plain: Any, self: Any, extent: Any, start: int, nbytes: int, address: int) -> None:
-        plain(extent, start, nbytes, address)
+    def expose(
+        checker: Checker, plain: Any, self: Any, extent: Any, start: int, nbytes: int, address: int, **more: bool
+    ) -> None:
+        plain(extent, start, nbytes, address, **more)
         ranges = extent_ranges(checker, extent, writes=False)
         checker._exposed.setdefault(tuple(first for first, *_ in ranges), {})[address] = nbytes
         mapped = (address, address + nbytes, True)
