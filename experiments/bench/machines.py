@@ -28,7 +28,7 @@ HEADROOM = 1.4
 so that both last as long in every run, whatever else the processor has to do."""
 
 
-MOST_COMPUTE_S = 0.25
+MOST_COMPUTE_S = 0.125
 """Of forward and backward, by which an emulated machine is slowed: other programs must not make a demo take an hour."""
 
 
