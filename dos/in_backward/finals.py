@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dos.devices import Caller, ThreadJob
 from dos.guard import Guard
-from dos.in_backward.refusals import AGAIN
+from dos.in_backward.refusals import AGAIN, SET
 from dos.in_backward.runs import Run
 from dos.parameters.admission import Group
 from dos.parameters.reconciler import Reconciler
@@ -204,16 +204,22 @@ class Finals:
     def _update(self, run: Run, awaiting: _Awaiting) -> None:
         """Update a subgroup if it is as the last step has left it and there is memory for that; else `step()` does."""
         subgroup, parts, tier = awaiting.subgroup, self.parts, None
+        away = self._offloads and subgroup.arena.accelerated
         given = self._given
         for piece in subgroup.pieces:
-            gradient = given[piece.record.number]
-            if gradient is not None and self._input(piece.record, gradient) is None:
+            record, gradient = piece.record, given[piece.record.number]
+            if gradient is None:
+                continue
+            if not (away or record.wrapped or record.leaf.grad is gradient):  # user code replaced it while it waited
+                if record in self.updated:
+                    raise RuntimeError(SET.format(tuple(record.parameter.shape)))
+                return
+            if self._input(record, gradient) is None:
                 return
         if subgroup.arena.accelerated:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
-        away = self._offloads and subgroup.arena.accelerated
         update = SubgroupUpdate(subgroup, self._inputs, self._settings, offloaded=away, written=False)
         with self._guard.change():
             run.issued = True

@@ -69,8 +69,8 @@ SCALED = (
 )
 
 SET = (
-    "user code has set p.grad of a parameter of shape {} between backward and step(), when attach(updates='backward') "
-    "has taken its gradient; edit gradients in hooks of parameter.register_hook()"
+    "user code has set p.grad of a parameter of shape {} before step(), when attach(updates='backward') has taken its "
+    "gradient; edit gradients in hooks of parameter.register_hook()"
 )
 
 WRITTEN = (

@@ -105,6 +105,42 @@ def test_same_bits_as_updates_in_step(
     assert place == "host" or sum(map(len, parts)) >= 4 * 5, "all but the first step, in which nothing is known"
 
 
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("edit", [lambda gradient: None, lambda gradient: gradient.clamp(-1e-3, 1e-3)])
+def test_a_gradient_that_is_replaced_while_its_subgroup_waits_for_others_is_trained_on(edit: Any, place: Any) -> None:
+    def everything_after(updates: str) -> list[bytes]:
+        model = mlp()
+        optimizer = attached(model, updates, place, subgroup_size=10**6)
+        first, *_, last = model.parameters()
+        for step in range(4):
+            if step == 2:
+                first.register_hook(lambda _: setattr(last, "grad", edit(last.grad)))
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert everything_after("backward") == everything_after("step")
+
+
+@pytest.mark.parametrize("place", ["host", "cpu"])
+def test_a_gradient_that_is_replaced_after_a_part_of_it_was_used_raises(place: Any) -> None:
+    model = mlp(width=40)
+    optimizer = attached(model, place=place)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+    *others, last = model.parameters()  # of the last, one subgroup lies in the next parameter, too
+
+    def edit(_: Tensor) -> None:
+        last.grad = None if last.grad is None else last.grad + 1
+
+    for p in others:
+        p.register_hook(edit)
+    with pytest.raises(RuntimeError, match=r"user code has set p.grad of a parameter of shape \(7, 40\) before step"):
+        loss_of(model, 3).backward()
+
+
 def test_residents_are_updated_together(parts: list[list[int]]) -> None:
     """A few at a time, so that their gradients are released meanwhile; the last ones, too."""
     trained(mlp(width=100), "backward", "resident")
