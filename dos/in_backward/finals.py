@@ -86,7 +86,7 @@ class Finals:
         self._given: list[Tensor | None] = []
         """The gradients that are final, by number of the record."""
         self._inputs: list[Input | None] = []
-        """Those that were looked at as an update takes them."""
+        """Gradients that were looked at, in the form that an update takes, by number of the record."""
         self._left: dict[ParameterRecord, int] = {}
         """The number of pieces that wait, of records of which some do not."""
         self._settings: list[Any] = []

@@ -1,4 +1,4 @@
-"""What updates during backward refuse, with the reason and the way out."""
+"""Refusals of updates during backward, each with its reason and the way out."""
 
 from __future__ import annotations
 

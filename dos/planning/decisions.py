@@ -74,7 +74,7 @@ class Decisions:
         self._learned = 0
         """The number of steps that have ended."""
         self._ran: tuple[Schedule, Workload, Timeline] | None = None
-        """What `refine` is yet to learn from."""
+        """The last step with its workload and measured times, until `refine` has used them."""
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """The workload and the profile for which the plan was made."""
