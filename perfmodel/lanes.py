@@ -5,7 +5,7 @@ the one issued first. The CPU takes, of its tasks that are ready, the one issued
 another one lacks; the engine has the same rule (`dos.step.turns`). Activations and weights go before state, and
 interrupt it: a device lets them in where a piece of state ends, of 32 MiB, which is taken as no time (on an H200 it was
 3% of what was queued before). A copy beside one in the other direction runs at the duplex rate, and whatever touches
-host DRAM shares it by `sharing.shared_speeds`.
+host DRAM shares it by `shared_speeds`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from perfmodel.hardware import HardwareProfile
-from perfmodel.sharing import shared_speeds
 from perfmodel.timeline import Lane
 
 
@@ -243,6 +242,29 @@ def speeds_by_busy_lanes(demands: Mapping[int, float], profile: HardwareProfile)
         speeds = lane_speeds(among, profile)
         row[:] = [speeds[lane] if lane in among else 1.0 for lane in demands]
     return rows
+
+
+def shared_speeds(demands: Sequence[float], weights: Sequence[float], capacity: float) -> list[float]:
+    """The share of its own rate that each of several concurrent users of a capacity keeps.
+
+    demands: the rate of each alone, in the unit of the capacity (bytes/s). weights: of any scale.
+
+    All keep their rate while the capacity suffices. Beyond, shares are in proportion to weights, and what users with a
+    share of 1 leave goes to the others; users without demand have 1. No share falls when another user demands less.
+    """
+    speeds, asked = [1.0] * len(demands), sum(demands)
+    if asked <= capacity:
+        return speeds
+    heavy_first = sorted((user for user in range(len(demands)) if demands[user] > 0), key=lambda user: -weights[user])
+    weighted = sum(demand * weight for demand, weight in zip(demands, weights, strict=True))
+    for place, user in enumerate(heavy_first):
+        if capacity * weights[user] < weighted:
+            for other in heavy_first[place:]:
+                speeds[other] = capacity * weights[other] / weighted
+            break
+        capacity -= demands[user]
+        weighted -= demands[user] * weights[user]
+    return speeds
 
 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:

@@ -179,7 +179,7 @@ def measure(
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
     ranks: the number that share the host's memory. disk: folders for state on disk.
 
-    **Host bandwidth.** The model (`perfmodel.sharing.shared_speeds`) lets CPU update and transfers run at their own
+    **Host bandwidth.** The model (`perfmodel.lanes.shared_speeds`) lets CPU update and transfers run at their own
     rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it in proportion to
     weights. So the bandwidth is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of
     transfers both ways (one byte each) while all three run at once, and the weights are the shares of their own rates

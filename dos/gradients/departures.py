@@ -219,11 +219,8 @@ class Departures:
             found = self._checked[seen] = seen.is_untouched(record.parameter.grad, self._writes)
         return found
 
-    def subjects(self, updates: Iterable[tuple[Subgroup, SubgroupUpdate | None]]) -> list[Subject]:
-        """Return these subgroups in a step, with the transits of gradients that are still valid."""
-        return [self._subject(subgroup, update) for subgroup, update in updates]
-
-    def _subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
+    def subject(self, subgroup: Subgroup, update: SubgroupUpdate | None) -> Subject:
+        """Return a subgroup in a step, with the transits of gradients that are still valid."""
         if update is None or update.offloaded:
             return Subject(subgroup, update, (), ())
         departure = self._departures.get(subgroup)

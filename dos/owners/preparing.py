@@ -92,7 +92,7 @@ class Preparing:
         if weights is not None and not self.follow_plan(weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=weights.staying())  # the device has no memory for more
             plan = on_device.decide(facts)
-        subjects = departures.subjects([(subgroup, updates.get(subgroup)) for subgroup in subgroups])
+        subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
         if registry.offloaded.enabled:  # gradients that backward has offloaded may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
             stores.host.stage(updates)

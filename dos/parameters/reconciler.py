@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dos.parameters.active import Active
+from dos.parameters.active import Active, Given, Steady, same
 from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
-from dos.parameters.steady import Given, Steady, same
 from dos.rules.base import Rule
 from dos.sharding.local import laid_out_as, local
 from dos.state.arena import Arena

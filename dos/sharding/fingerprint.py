@@ -33,14 +33,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
     flat, row = tensor.view(-1), COLUMNS * per_word
     numel = flat.numel()  # `len` makes four calls
     end = numel // row * row
+    bits = torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16
     if not end:
-        return flat.view(_bits(tensor)).to(torch.int64)
+        return flat.view(bits).to(torch.int64)
     sums = flat[:end].view(torch.int64).view(-1, COLUMNS).sum(0)
-    return sums if end == numel else torch.cat([sums, flat[end:].view(_bits(tensor)).to(torch.int64)])
-
-
-def _bits(tensor: Tensor) -> torch.dtype:
-    return torch.int32 if tensor.itemsize == torch.int32.itemsize else torch.int16
+    return sums if end == numel else torch.cat([sums, flat[end:].view(bits).to(torch.int64)])
 
 
 class Marked(Protocol):

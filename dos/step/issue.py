@@ -162,7 +162,7 @@ class Step:
                 ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
                 turns.append(self._turn(tasks[number], ready))
                 # New parameters that must be copied to the device have a task of their own.
-                jobs[number] = (Promise(turns[-1].done),) if self._streams(tasks[number]) else ()
+                jobs[number] = (Promise(turns[-1].done),) if turns[-1].work.subgroup.arena.streams else ()
                 give(turns[-1])
 
         # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
@@ -215,8 +215,9 @@ class Step:
         """
         # A device whose work is queued may end backward long after the host has called step().
         self.origin = max([self.iteration.started, *(job.wait().end for job in self.backward)])
-        self.ran = _timeline(spans, self.origin)
-        return _timeline([*spans, *unused], self.origin) if unused else self.ran
+        self.ran = Timeline.of([span.since(self.origin) for span in spans])
+        others = [span.since(self.origin) for span in unused]
+        return Timeline.of([*self.ran.spans, *others]) if others else self.ran
 
     def fail(self, error: Exception) -> None:
         """Reject the futures of jobs that will not be issued any more, so that no caller waits for them."""
@@ -239,10 +240,6 @@ class Step:
         left = {number: max([0, *[each for each in tasks[number].after if each < under_way]]) for number in at_once}
         at_once.sort(key=left.__getitem__)
         return found
-
-    def _streams(self, task: Task) -> bool:
-        """Return whether the weights of the task's subgroup stream."""
-        return task.subgroup is not None and self._subjects[task.subgroup].subgroup.arena.streams
 
     def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
@@ -304,7 +301,7 @@ class Step:
                 task.stream, lambda after: self._stores.copy(move, number, subgroup, after, copies), after
             )
         # The next fetch of the weights, and user code, read their home, which this job writes.
-        if task.op is Op.FLUSH and self._streams(task) and update is not None:
+        if task.op is Op.FLUSH and subgroup.arena.streams and update is not None:
             self.done[subgroup] = _issued(job)
         return job
 
@@ -412,7 +409,3 @@ def spans_of(jobs: Iterable[Job], errors: list[Exception]) -> list[Span]:
         except Exception as error:
             errors.append(error)
     return spans
-
-
-def _timeline(spans: Iterable[Span], origin: float) -> Timeline:
-    return Timeline.of(span.since(origin) for span in spans)

@@ -59,7 +59,7 @@ class Preparation:
         self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
     ) -> None:
         """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`."""
-        self._work, self._left_beside = work, left
+        self._work, self._left = work, left
         self._subjects, self._windows = subjects, work.windows
         self._transits, self._stores = ledger.transits, ledger.stores
         stores = ledger.stores
@@ -135,13 +135,10 @@ class Preparation:
         self._reserve_on_host(plan)
         return Prepared(plan, subjects, found)
 
-    def _left(self, plan: Plan) -> float:
-        """Return the bytes for more state, or slots, beside the state that is on the device now."""
-        return self._left_beside(plan, self._stores.device.resident_bytes)
-
     def _make_room(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
         """Cancel slots that leave too little memory for `coming`; return the subgroups for which there is memory."""
-        store, left, found = self._stores.device, self._left(plan), dict[int, Subgroup]()
+        store, found = self._stores.device, dict[int, Subgroup]()
+        left = self._left(plan, store.resident_bytes)
         for i, subgroup in coming.items():
             nbytes = 0 if store.has(subgroup) else self._work.subgroups[i].state_bytes
             if not nbytes or nbytes <= left:
@@ -218,7 +215,7 @@ class Preparation:
         if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
             transits.cancel_slots()
         if passing and not store.slots:
-            left, most = self._left(plan), min(max(plan.slots, 1), len(passing))
+            left, most = self._left(plan, store.resident_bytes), min(max(plan.slots, 1), len(passing))
             # Where only gradients of residents pass, slots are as small as these, and one is set apart.
             streams = any(not store.has(subject.subgroup) for subject in passing.values())
             fitting = self._work.slots_within(left, most, streams=streams)

@@ -87,9 +87,8 @@ class SubgroupUpdate:
         self.weights: Tensor | None = None
         self.from_disk = False
         self.arriving: Sequence[Job] = ()
-        self.items: list[Item]
         given = zip(subgroup.pieces, subgroup.inputs_of(gradients), strict=True)
-        self.items = [*given] if complete else [each for each in given if each[1] is not None]
+        self.items: list[Item] = [*given] if complete else [each for each in given if each[1] is not None]
         self._any_written = written
         self.whole = len(self.items) == len(subgroup.pieces)
         self.numel = subgroup.numel if self.whole else sum(piece.numel for piece, _ in self.items)
@@ -144,13 +143,6 @@ class SubgroupUpdate:
         return self.place
 
     @property
-    def written_bytes(self) -> int:
-        """Bytes of parameters written by user code that are copied with gradients, but not as halves of masters."""
-        arena, itemsize = self.subgroup.arena, self.subgroup.arena.dtype.itemsize
-        come = self.from_disk and not (arena.reads_parameters or arena.streams)
-        return sum([piece.numel for piece in self.written_pieces]) * itemsize if come else 0
-
-    @property
     def stale(self) -> Sequence[Piece]:
         """The pieces whose newest parameters the host lacks, where it reads them to update."""
         arena = self.subgroup.arena
@@ -179,7 +171,7 @@ class SubgroupUpdate:
     def fetch_gradients(self, buffer: Tensor) -> list[Copy]:
         """Return the copies of offloaded gradients and streamed weights to `buffer` (1-D uint8 on the device)."""
         gradients = [(self._element_bytes * item[0].start, _values(item)) for item in self.items]
-        weights = [(parameter, home) for home, parameter in self._weights_in(buffer)]
+        weights = [(parameter, home) for home, parameter in self.flush_weights(buffer)]
         return [(buffer[start : start + g.nbytes].view(g.dtype), g) for start, g in gradients] + weights
 
     @property
@@ -188,11 +180,7 @@ class SubgroupUpdate:
         return self.subgroup.arena.gradient.itemsize
 
     def flush_weights(self, buffer: Tensor) -> list[Copy]:
-        """Return the copies of streamed weights from `buffer` back home, after `fetch_gradients`."""
-        return self._weights_in(buffer)
-
-    def _weights_in(self, buffer: Tensor) -> list[Copy]:
-        """Return pairs of the homes of streamed weights that are updated, and their places in `buffer`."""
+        """Return the copies of streamed weights that are updated from `buffer` back home."""
         subgroup = self.subgroup
         if not subgroup.arena.streams:
             return []
@@ -464,14 +452,16 @@ class Subject(NamedTuple):
         items = update.items if update.offloaded else self.late
         gradient_bytes = sum([piece.numel * gradient.values.itemsize for piece, gradient in items])
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
-        older = update.numel if len(stale) == len(update.items) else sum([p.numel for p in stale])
+        copied = update.numel if len(stale) == len(update.items) else sum([p.numel for p in stale])
+        if update.from_disk and not (self.subgroup.arena.reads_parameters or self.subgroup.arena.streams):
+            copied += sum([piece.numel for piece in update.written_pieces])  # whole masters follow them on the host
         return SubgroupState(
             state,
             Tier.HOST if update.offloaded else Tier.DEVICE,
             update.numel,
             gradient_bytes or None,
             update.numel * itemsize,
-            stale_bytes=itemsize * older + (update.written_bytes if update.from_disk else 0),
+            stale_bytes=itemsize * copied,
             streams=self.subgroup.arena.streams,
         )
 

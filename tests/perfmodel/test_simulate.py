@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import CPU, D2H, H2D, Stream, lane_speeds, run_tasks
+from perfmodel.lanes import CPU, D2H, H2D, Stream, lane_speeds, run_tasks, shared_speeds
 from perfmodel.policies import cpu_only, stride
-from perfmodel.sharing import shared_speeds
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
 from perfmodel.tasks import Schedule
 from perfmodel.workload import SubgroupLoad, Workload

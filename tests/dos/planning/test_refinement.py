@@ -17,11 +17,10 @@ from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import AdaptivePolicy, Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload, lanes
 from perfmodel.hardware import RATES, HardwareProfile, Provenance
-from perfmodel.lanes import Stream
+from perfmodel.lanes import Stream, shared_speeds
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.schedule import schedule
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.sharing import shared_speeds
 from perfmodel.simulate import serve, simulate
 from perfmodel.tasks import Schedule, Task
 from tests.support.inside import plan_anew
