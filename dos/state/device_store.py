@@ -29,7 +29,8 @@ class Resident(NamedTuple):
 class DeviceStore:
     """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
 
-    resident: state that stays here, by subgroup. slots: staging buffers of equal size.
+    resident: state that stays here, by subgroup. empty: of these, the rooms to which no state was copied yet, and which
+        no update has written. slots: staging buffers of equal size.
     denied: the bytes of state here when an allocation failed unexpectedly in this step; None if none has.
     nbytes: of residents and slots together. resident_bytes: of the state of residents, as plans count it. Both may be
         read on any thread.
@@ -37,6 +38,7 @@ class DeviceStore:
 
     def __init__(self, device: Device) -> None:
         self.resident: dict[Subgroup, Resident] = {}
+        self.empty: set[Subgroup] = set()
         self.slots: list[Tensor] = []
         self.denied: int | None = None
         self.device = device
@@ -52,22 +54,26 @@ class DeviceStore:
         self._expected, self.denied = expected, None
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup has room here."""
+        return subgroup not in self.empty and self.has_room(subgroup)
+
+    def has_room(self, subgroup: Subgroup) -> bool:
+        """Return whether the subgroup has room here, to which its state may have yet to come."""
         return subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Allocate room for the state of these, uninitialised, until memory runs out; return the subgroups left.
+        """Allocate room for the state of these, where they have none, until memory runs out; return the subgroups left.
 
         A failed allocation is expensive: the caching allocator first returns all its unused memory to the device, and
         waits for it.
         """
-        wanted = list(subgroups)
+        wanted = [subgroup for subgroup in subgroups if not self.has_room(subgroup)]
         for place, subgroup in enumerate(wanted):
             buffer = self._allocate(subgroup.state.carved_bytes)
             if buffer is None:
                 return wanted[place:]
             room = Resident(buffer, subgroup.state.carve(buffer), subgroup.load().state_bytes)
             self.resident[subgroup] = room
+            self.empty.add(subgroup)
             self.nbytes += buffer.nbytes
             self.resident_bytes += room.nbytes
         return []
@@ -75,9 +81,14 @@ class DeviceStore:
     def drop(self, subgroup: Subgroup) -> None:
         """Drop a resident subgroup's room. Its state must be at home, and no transfer in flight may use the room."""
         room = self.resident.pop(subgroup)
+        self.empty.discard(subgroup)
         self.nbytes -= room.buffer.nbytes
         self.resident_bytes -= room.nbytes
         self.device.free(room.buffer)
+
+    def drop_empty(self) -> None:
+        for subgroup in [*self.empty]:
+            self.drop(subgroup)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Return the subgroup's state in its room, or in the slot that it occupies."""
@@ -88,6 +99,7 @@ class DeviceStore:
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
     ) -> Job:
+        self.empty.discard(subgroup)
         copies = state_copies(self.fetch(subgroup), source)
         return self.device.copy(Op.PREFETCH, number, [*copies, *beside], after)
 
@@ -97,7 +109,7 @@ class DeviceStore:
 
     def beside(self, subgroup: Subgroup, slot: int) -> Tensor:
         """Return the part of a slot that the subgroup's state does not take."""
-        return self.slots[slot][0 if self.has(subgroup) else subgroup.state.carved_bytes :]
+        return self.slots[slot][0 if self.has_room(subgroup) else subgroup.state.carved_bytes :]
 
     def get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""

@@ -49,8 +49,8 @@ class DiskStore:
         return self.space.nbytes
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup has room here; its state may be newer elsewhere."""
-        return subgroup in self._extents
+        """Return whether the subgroup's state is here; it may be newer elsewhere."""
+        return subgroup in self._extents and self._extents[subgroup].contents is not Contents.ZEROS
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
         """Allocate room for the state of these, zeros. Raises OSError if a drive is full."""
@@ -62,6 +62,10 @@ class DiskStore:
     def drop(self, subgroup: Subgroup) -> None:
         self.hide(subgroup)
         self.space.release(self._extents.pop(subgroup))
+
+    def drop_empty(self) -> None:
+        for subgroup in [subgroup for subgroup in self._extents if not self.has(subgroup)]:
+            self.drop(subgroup)
 
     def fetch(self, subgroup: Subgroup) -> State:
         """Return the subgroup's state on the host after it was read."""

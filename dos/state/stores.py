@@ -20,10 +20,13 @@ class Store(Protocol):
     """Memory of one tier, and the copies that fill it."""
 
     def has(self, subgroup: Subgroup) -> bool:
-        """Return whether the subgroup has room here."""
+        """Return whether the subgroup's state is here; room to which it has yet to come does not count."""
 
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        """Allocate room for the state of these; return the subgroups without, where their state may be elsewhere."""
+        """Allocate room for the state of these; return the subgroups without, where their state may be elsewhere.
+
+        The room is empty until `store`, or an update, has written to it.
+        """
 
     def drop(self, subgroup: Subgroup) -> None:
         """Drop the subgroup's room. Its state must be elsewhere, and no transfer in flight may use the room."""
@@ -53,11 +56,17 @@ class Stores:
             self.of[Tier.DISK] = self.disk
 
     def at(self, subgroup: Subgroup) -> Tier | None:
-        """Return the tier of the subgroup's state, where it has room; None: nowhere, it was never updated."""
+        """Return the tier of the subgroup's state; None: nowhere, it was never updated."""
         for tier, store in self.of.items():
             if store.has(subgroup):
                 return tier
         return None
+
+    def drop_empty(self) -> None:
+        """Drop the rooms on the device and on disk to which no state has come."""
+        self.device.drop_empty()
+        if self.disk is not None:
+            self.disk.drop_empty()
 
     def copy(
         self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()

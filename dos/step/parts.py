@@ -106,14 +106,12 @@ class Parts:
 
         Raises MemoryError if the host has too little memory.
         """
-        # Before anything is reserved: the device then has room for state that has yet to come.
         i, stores, tier = self._index.get(subgroup), self._ledger.stores, self._ledger.stores.at(subgroup)
         if i is None or tier is None:  # new
             return None
         placement = self.plan.placements[i]
         if stores.disk is not None and (tier is not self.plan.stays(i) or not stores.host.whole(subgroup, tier)):
             return None  # the host's memory is divided anew, for homes and for windows, in `step()` alone
-        # First: room that has no state yet would count as the place of the state.
         if self._passes(i, tier) and not self._get_slots(self._slot_bytes(i)):
             return None
         if placement is Placement.GPU_RESIDENT:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from dos.state.stores import Store
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.ledger import Ledger
@@ -65,7 +64,6 @@ class Preparation:
         stores = ledger.stores
         self.found = [s.found(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
-        self._reserved: list[tuple[Store, Subgroup]] = []
         self._attempted = False
 
     def __enter__(self) -> Preparation:
@@ -75,10 +73,7 @@ class Preparation:
         if kind is None:
             return
         stores = self._stores
-        for store, subgroup in self._reserved:
-            on_disk = store is stores.disk and stores.at(subgroup) is Tier.DISK  # the state is there, not only room
-            if store.has(subgroup) and not on_disk:
-                store.drop(subgroup)
+        stores.drop_empty()
         # A later step may have another plan, and forward needs the memory of slots meanwhile.
         self._transits.cancel_slots()
         stores.homes.expose_again()  # user code may write there before it tries again
@@ -120,7 +115,7 @@ class Preparation:
         coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
         new = [i for i, subgroup in coming.items() if stores.at(subgroup) is None]
         fitting = self._make_room(plan, coming)
-        without = set(self._reserve(Tier.DEVICE, fitting.values()))
+        without = set(device.reserve(fitting.values()))
         denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
         for i in set(new) - denied:  # state that was nowhere begins on the device
             device.fetch(coming[i]).zero()
@@ -140,7 +135,7 @@ class Preparation:
         store, found = self._stores.device, dict[int, Subgroup]()
         left = self._left(plan, store.resident_bytes)
         for i, subgroup in coming.items():
-            nbytes = 0 if store.has(subgroup) else self._work.subgroups[i].state_bytes
+            nbytes = 0 if store.has_room(subgroup) else self._work.subgroups[i].state_bytes
             if not nbytes or nbytes <= left:
                 found[i] = subgroup
                 left -= nbytes
@@ -148,19 +143,12 @@ class Preparation:
             self._transits.cancel_slots()  # backward has filled them for a plan of which less had to move
         return found
 
-    def _reserve(self, tier: Tier, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
-        store = self._stores.of[tier]
-        without = [subgroup for subgroup in subgroups if not store.has(subgroup)]
-        # Before the attempt: where that fails part way, `__exit__` drops the rooms that were allocated.
-        self._reserved.extend((store, subgroup) for subgroup in without)
-        return store.reserve(without)
-
     def _reserve_on_host(self, plan: Plan) -> None:
         """Reserve homes, staging and windows, and room on disk."""
         stores, found, subjects = self._stores, self.found, self._subjects
         moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
         if stores.disk is not None:
-            self._reserve(Tier.DISK, [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
+            stores.disk.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
         in_windows = self._get_windows(plan) if stores.disk is not None else set()
         updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
         # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
@@ -207,7 +195,7 @@ class Preparation:
         """
         transits, subjects, found, store = self._transits, self._subjects, self.found, self._stores.device
         passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
-        nbytes = max((s.slot_bytes(staying=store.has(s.subgroup)) for s in passing.values()), default=0)
+        nbytes = max((s.slot_bytes(staying=store.has_room(s.subgroup)) for s in passing.values()), default=0)
         filled = [*transits.filled]
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
         # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
@@ -217,9 +205,9 @@ class Preparation:
         if passing and not store.slots:
             left, most = self._left(plan, store.resident_bytes), min(max(plan.slots, 1), len(passing))
             # Where only gradients of residents pass, slots are as small as these, and one is set apart.
-            streams = any(not store.has(subject.subgroup) for subject in passing.values())
+            streams = any(not store.has_room(subject.subgroup) for subject in passing.values())
             fitting = self._work.slots_within(left, most, streams=streams)
-            home = {i for i, s in passing.items() if not store.has(s.subgroup)}
+            home = {i for i, s in passing.items() if not store.has_room(s.subgroup)}
             if not fitting and home:
                 return home  # gradients of residents pass through a smaller slot, whose memory is set apart
             store.get_slots(max(fitting, 1), nbytes)
@@ -232,9 +220,8 @@ class Preparation:
                     "update; use a smaller subgroup_size, or policy='adaptive', with which state can leave"
                 )
         for i, subject in passing.items():
-            # The host updates it now: `at` would take room on the device without state for the place of the newest
-            # state.
-            if found[i].state is not Tier.DEVICE and store.has(subject.subgroup):
+            # The host updates it now, and it needs no room on the device.
+            if found[i].state is not Tier.DEVICE and store.has_room(subject.subgroup):
                 store.drop(subject.subgroup)
         # A plan without slots must not stream, not even subgroups without a gradient.
         return {*passing, *plan.served(Placement.GPU_STREAMED)}

@@ -11,7 +11,9 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from dos.state.device_store import DeviceStore
 from perfmodel import Lane, Placement
+from perfmodel.plan import Move, Tier
 from tests.support.devices import Unreliable
+from tests.support.inside import session_of
 from tests.support.training import FAST, bits, bits_on_host, mlp, train, trained_as_on_host
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -59,6 +61,27 @@ def test_failures_beside_state_that_leaves_say_nothing(caplog: pytest.LogCapture
         holdings.get_slots(1, 1000)
     assert holdings.denied is None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_room_to_which_state_has_yet_to_come_is_not_where_it_is(fails: bool) -> None:
+    model = mlp()
+    device = EmulatedDevice(FAST, capacity=10**6)
+    optimizer = DOSAdam(model.parameters(), device=device, policy="cpu", subgroup_size=50)
+    train(model, optimizer, 1)
+    optimizer.synchronize()
+    session = session_of(optimizer)
+    stores, (subgroup, *_) = session.ledger.stores, session.registry.accelerated
+    stores.device.reserve([subgroup])
+    assert (stores.at(subgroup), stores.device.has_room(subgroup)) == (Tier.HOST, True)
+    if fails:
+        stores.drop_empty()
+        assert held(device) == 0
+    else:
+        stores.copy(Move(Tier.HOST, Tier.DEVICE), 0, subgroup, ()).wait()
+        assert stores.at(subgroup) is Tier.DEVICE
+        stores.drop_empty()
+        assert stores.at(subgroup) is Tier.DEVICE
 
 
 def test_after_failures_state_comes_to_the_device_again() -> None:
