@@ -74,17 +74,16 @@ class Backward:
         ledger.open(device, registry.homes)
         self.departures = Departures()
         self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)
-        device_store, host_store = ledger.stores.device, registry.host_store
+        device_store = ledger.stores.device
         self.decisions = Decisions(
             device,
             policy,
             options.profile,
             options.memory_budget,
             held=lambda: device_store.nbytes + registry.lasting_bytes + sum(each.nbytes for each in streams),
-            on_host=lambda: host_store.nbytes,
             away=lambda: activations.away() if activations.in_use else 0,
-            pooled=lambda: activations.pool.nbytes,
-            pinned=lambda: host_store.pinned_bytes + activations.pool.pinned_bytes,
+            host=registry.host_store,
+            pool=activations.pool,
         )
         ledger.ended = self.decisions.learn
         # Weak: the monitor refers to the activations, and a cycle would leave device memory to the garbage collector.

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -33,6 +34,15 @@ TOLD_AT = 3
 """The step about which one line is told: the first ones make state, and measure."""
 
 
+class HostMemory(Protocol):
+    """Bytes of host memory, and those of them that are pinned. May be read on any thread."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+
+
 class Decisions:
     """Makes the plans for one device.
 
@@ -40,9 +50,8 @@ class Decisions:
         any thread.
     memory: of the device. pace: how long forward and backward last.
     stepped: the iteration whose step was issued last.
-    held, on_host: return the bytes of state on the device and on the host. away: returns the bytes of saved tensors
-        that have moved, as the plan says. pooled: returns the bytes of host memory for them; pinned: the bytes of both
-        on the host that are pinned. May be called on any thread.
+    held: returns the bytes of state on the device. away: returns those of saved tensors that have moved by the plan.
+        Both may be called on any thread. host, pool: host memory of state and of saved tensors.
     """
 
     def __init__(
@@ -53,10 +62,9 @@ class Decisions:
         budget: Budget,
         *,
         held: Callable[[], int],
-        on_host: Callable[[], int],
         away: Callable[[], int],
-        pooled: Callable[[], int],
-        pinned: Callable[[], int],
+        host: HostMemory,
+        pool: HostMemory,
     ) -> None:
         """policy, profile, budget: the user's arguments."""
         self.plan: Plan | None = None
@@ -69,7 +77,7 @@ class Decisions:
         self._asked = deque[tuple[Workload, Plan]](maxlen=2)
         """The last workloads, of a step and with less memory, with the policy's plans."""
         self._profile = profile
-        self._held, self._on_host, self._pooled, self._pinned = held, on_host, pooled, pinned
+        self._held, self._host, self._pool = held, host, pool
         self.ended: Report | None = None
         self._learned = 0
         """The number of steps that have ended."""
@@ -153,9 +161,9 @@ class Decisions:
             origin=origin,
             reading=self.memory.reading,
             held_bytes=self._held(),
-            host_bytes=self._on_host(),
-            pool_bytes=self._pooled(),
-            pinned_bytes=self._pinned(),
+            host_bytes=self._host.nbytes,
+            pool_bytes=self._pool.nbytes,
+            pinned_bytes=self._host.pinned_bytes + self._pool.pinned_bytes,
             why=self._why,
             real=self._device.known_profile is None,
             late_s=self.pace.late_s,
