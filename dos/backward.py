@@ -106,7 +106,7 @@ class Backward:
             return None
         loads, memory, pace = self._registry.loads(), self.decisions.memory, self.decisions.pace
         # Also of weights that stay on the device now, because another plan may let them stream.
-        beside, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
+        passing, weights = self._registry.gradient_bytes(weights=self.weights is not None), {}
         count, weight_bytes = max(1, self._micro_batches), 0
         # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
@@ -132,10 +132,10 @@ class Backward:
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
             ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
-            passing_bytes=beside,
+            passing_bytes=passing,
             in_backward=self.updates,
             **weights,
-            **memory.limits(loads, update_overlaps_forward=self.attached, beside=beside, weights=weight_bytes),
+            **memory.limits(loads, update_overlaps_forward=self.attached, passing=passing, weights=weight_bytes),
             **saved,
             **host_limits(self._registry.homes, subgroups, loads),
         )
@@ -320,12 +320,12 @@ class Backward:
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""
-        plan, subjects, found = prepared
+        plan, subjects, before = prepared
         assert self.now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self.now)
         issued = time.perf_counter()
         with self.now.held_up():
-            self._ledger.issue(plan, subjects, found, self.now.workload, self.now)
+            self._ledger.issue(plan, subjects, before, self.now.workload, self.now)
         self._learn_pace(plan, self._departed, issued)  # behind the step's first work, which it would delay
 
     @property

@@ -37,7 +37,7 @@ class ScheduleBuilder:
     """
 
     def __init__(
-        self, plan: Plan, workload: Workload, found: Sequence[SubgroupState] | Mapping[int, SubgroupState], slots: int
+        self, plan: Plan, workload: Workload, before: Sequence[SubgroupState] | Mapping[int, SubgroupState], slots: int
     ) -> None:
         self.tasks: list[Task] = []
         self.piece: dict[int, int] = {}
@@ -46,7 +46,7 @@ class ScheduleBuilder:
         self.windows = WindowUse(workload.windows)
         self._plan = plan
         self._workload = workload
-        self._found = found
+        self._before = before
         self._backward: tuple[int, ...] = ()
         """As for `step`."""
         self._arrived: dict[int, tuple[Buffer, ...]] = {}
@@ -95,7 +95,7 @@ class ScheduleBuilder:
 
     def add_early(self, transfers: Sequence[Task]) -> None:
         """Add transfers beside backward: of complete gradients to the host, and behind half of it of state to slots."""
-        half = (self.piece[len(self._found) // 2],)
+        half = (self.piece[len(self._before) // 2],)
         for op, stream, i, size, _, slot, _, move, _ in transfers:
             assert i is not None, "what is transferred is of a subgroup"
             if slot is None:
@@ -112,27 +112,27 @@ class ScheduleBuilder:
         backward: the tasks that have to end before these gradients are complete and memory of the device may be
         overwritten that no task of the step has used. order: the subgroups that are scheduled; None: all.
         """
-        self._backward, found, order = backward, self._found, self._plan.order if order is None else order
+        self._backward, before, order = backward, self._before, self._plan.order if order is None else order
         others, arriving, residents, early = [], [], dict[str, list[int]](), set(self._state)
         for i in order:
             if i not in early:
-                self._state[i] = Buffer() if found[i].state is HOST else Room(found[i].state)
-            gradient, resident = found[i].gradient, self._plan.placements[i] is RESIDENT
-            if gradient is HOST or (found[i].state is not DEVICE and not resident):
+                self._state[i] = Buffer() if before[i].state is HOST else Room(before[i].state)
+            gradient, resident = before[i].gradient, self._plan.placements[i] is RESIDENT
+            if gradient is HOST or (before[i].state is not DEVICE and not resident):
                 others.append(i)
             elif gradient is DEVICE and not resident:
                 self._update(i)
                 self._to_host(i)
-            elif gradient is DEVICE and found[i].state is DEVICE:
+            elif gradient is DEVICE and before[i].state is DEVICE:
                 residents.setdefault(self._workload.subgroups[i].format, []).append(i)
             elif gradient is DEVICE:
                 arriving.append(i)
-            elif not resident and found[i].state is DEVICE:
+            elif not resident and before[i].state is DEVICE:
                 self._to_host(i, backward)
         ahead = [i for i in others if i in early]
         self._others(ahead, 0)
         for together in residents.values():
-            numel = sum(found[i].numel for i in together)
+            numel = sum(before[i].numel for i in together)
             update = self.add(ON_DEVICE, together[0], numel, backward, others=tuple(together[1:]))
             self._updated |= dict.fromkeys(together, update)
         for i in arriving:
@@ -146,11 +146,11 @@ class ScheduleBuilder:
     def _others(self, others: Sequence[int], rank: int) -> None:
         """Schedule subgroups that the host updates, or that pass through slots; `rank` have done so before."""
         for i in others:
-            found = self._found[i]
-            if found.gradient is None:
+            before = self._before[i]
+            if before.gradient is None:
                 if self._state[i].tier is not self._plan.stays(i):
                     self._to_host(i, self._backward)
-            elif not self.slots or (found.state is not DEVICE and self._plan.placements[i] is CPU):
+            elif not self.slots or (before.state is not DEVICE and self._plan.placements[i] is CPU):
                 self._on_host(i)
             else:
                 self._staged(i, self.slots[rank % len(self.slots)])
@@ -161,12 +161,12 @@ class ScheduleBuilder:
 
     def _staged(self, i: int, slot: Buffer) -> None:
         """Bring state, offloaded gradients or both up for the update, and home again what does not stay."""
-        found = self._found[i]
-        weights = found.parameter_bytes if found.streams else 0
-        returned = (found.gradient_bytes or 0) + weights if found.gradient is HOST else 0
+        before = self._before[i]
+        weights = before.parameter_bytes if before.streams else 0
+        returned = (before.gradient_bytes or 0) + weights if before.gradient is HOST else 0
         if self._state[i].tier is not DEVICE:
             self._to_device(i, slot, beside=returned)
-        elif found.gradient is HOST:
+        elif before.gradient is HOST:
             self.add(PREFETCH, i, returned, (), self._arrived.get(i, ()), (slot,), slot.slot)
         self._update(i, slot)
         flush = None
@@ -182,11 +182,11 @@ class ScheduleBuilder:
 
     def _on_host(self, i: int) -> None:
         """Update on the host. State may have to leave the device first; parameters go up unless weights stream."""
-        found, through = self._found[i], self._found[i].state is DISK or i in self._plan.on_disk
+        before, through = self._before[i], self._before[i].state is DISK or i in self._plan.on_disk
         if through:  # in a window there is room for the gradients once the state is there
             self._to_host(i, self._backward)
-        late = found.gradient_bytes if found.gradient is DEVICE else None
-        stale = 0 if found.streams else found.stale_bytes
+        late = before.gradient_bytes if before.gradient is DEVICE else None
+        stale = 0 if before.streams else before.stale_bytes
         arrived, state = self._arrived.get(i, ()), self._state[i]
         if late is not None or stale:
             # Masters follow parameters where they are.
@@ -197,17 +197,17 @@ class ScheduleBuilder:
             self._to_host(i, self._backward)
         # The host does not wait for the end of backward: gradients that have arrived would wait for it, too.
         issued, state = self._backward if self.issued is None else self.issued, self._state[i]
-        self._updated[i] = self.add(ON_HOST, i, found.numel, issued, arrived, (state,))
-        if not found.streams:
+        self._updated[i] = self.add(ON_HOST, i, before.numel, issued, arrived, (state,))
+        if not before.streams:
             # Work that the caller queued before the step still reads the old parameters. State is written to disk
             # behind the copy, for the lane ends when it has queued that.
-            self._updated[i] = self.add(PARAMETER, i, found.parameter_bytes, self._backward, (), (state,))
+            self._updated[i] = self.add(PARAMETER, i, before.parameter_bytes, self._backward, (), (state,))
 
     def _update(self, i: int, slot: Buffer | None = None) -> None:
         state = self._state[i]
         rooms = (state,) if slot is None or slot is state else (slot, state)
         number = None if slot is None else slot.slot
-        self._updated[i] = self.add(ON_DEVICE, i, self._found[i].numel, self._backward, (), rooms, number)
+        self._updated[i] = self.add(ON_DEVICE, i, self._before[i].numel, self._backward, (), rooms, number)
 
     def _to_host(
         self, i: int, after: tuple[int, ...] = (), reads: tuple[Buffer, ...] = (), beside: int = 0
@@ -259,7 +259,7 @@ class ScheduleBuilder:
         """The runs of the next forward, in which each subgroup waits for its own parameters."""
         updated = {i: (task,) for i, task in self._updated.items()}
         return [
-            (part, size, () if part < 0 or self._found[part].streams else updated.get(part, ()))
+            (part, size, () if part < 0 or self._before[part].streams else updated.get(part, ()))
             for part, size in self._workload.runs
         ]
 

@@ -36,7 +36,7 @@ def schedule(
         )
     loads, overlapped = workload.subgroups, scope.backward in (Phase.OVERLAPPED, Phase.UPDATED)
     streaming, on_disk = workload.streaming(plan.blocks_on_device), plan.on_disk
-    found = [
+    states = [
         SubgroupState(
             DISK if i in on_disk else placement.stays,
             HOST if load.returned_bytes else DEVICE,
@@ -49,7 +49,7 @@ def schedule(
     ]
     # Offloaded gradients come up through a slot for residents, too.
     slots = max(plan.slots, workload.returns and RESIDENT in plan.placements)
-    made, backward = ScheduleBuilder(plan, workload, found, slots), tuple[int, ...]()
+    made, backward = ScheduleBuilder(plan, workload, states, slots), tuple[int, ...]()
     weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     if scope.backward is not Phase.ABSENT:
         _beside_backward(made, plan, workload, scope, weights)
@@ -159,13 +159,13 @@ def schedule_micro_batch(plan: Plan, workload: Workload) -> Schedule:
     return Schedule(tuple(made.tasks))
 
 
-def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
+def schedule_step(plan: Plan, workload: Workload, before: Sequence[SubgroupState], begun: Sequence[Task]) -> Schedule:
     """Make the schedule that `step()` issues: the plan applied to the places where state and gradients are found.
 
     plan: for which there is memory: its slots are there, and so is room for each resident subgroup.
     begun: transfers under way that it uses, in the order of their issue.
     """
-    made = ScheduleBuilder(plan, workload, found, plan.slots)
+    made = ScheduleBuilder(plan, workload, before, plan.slots)
     if begun:
         made.piece = backward_pieces(made.add, workload)
         issued = issued_after(workload)
@@ -176,12 +176,14 @@ def schedule_step(plan: Plan, workload: Workload, found: Sequence[SubgroupState]
     return Schedule(tuple(made.tasks), issued)
 
 
-def schedule_part(plan: Plan, workload: Workload, found: Mapping[int, SubgroupState], order: Sequence[int]) -> Schedule:
+def schedule_part(
+    plan: Plan, workload: Workload, before: Mapping[int, SubgroupState], order: Sequence[int]
+) -> Schedule:
     """Make the schedule of a part of a step, which is issued while backward runs: of these subgroups alone, in `order`.
 
-    plan, found: as for `schedule_step`, and no transfer is under way.
+    plan, before: as for `schedule_step`, and no transfer is under way.
     """
-    made = ScheduleBuilder(plan, workload, found, plan.slots)
+    made = ScheduleBuilder(plan, workload, before, plan.slots)
     _step_behind_backward(made, order)
     return Schedule(tuple(made.tasks))
 

@@ -85,18 +85,18 @@ class SubgroupState(NamedTuple):
     streams: bool = False
 
 
-def arriving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
+def arriving(plan: Plan, before: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state comes to the device to stay, in service order."""
     residents = plan.served(RESIDENT)
-    return [i for i in residents if found[i].gradient and found[i].state is not DEVICE]
+    return [i for i in residents if before[i].gradient and before[i].state is not DEVICE]
 
 
-def leaving(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
+def leaving(plan: Plan, before: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state is on the device and leaves it for good, in service order."""
-    return [i for i in plan.order if found[i].state is DEVICE and plan.placements[i] is not RESIDENT]
+    return [i for i in plan.order if before[i].state is DEVICE and plan.placements[i] is not RESIDENT]
 
 
-def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
+def staged(plan: Plan, before: Sequence[SubgroupState]) -> list[int]:
     """Subgroups that pass through slots, with state or with offloaded gradients, in service order.
 
     State that is on the device is updated there, whether the plan lets it stay or not.
@@ -104,7 +104,7 @@ def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
 
     passing = []
     for i in plan.order:  # without a call for each: a step's first work waits
-        each, placement = found[i], plan.placements[i]
+        each, placement = before[i], plan.placements[i]
         if each.state is DEVICE or placement is RESIDENT:
             passes = each.gradient is HOST
         else:
@@ -114,7 +114,7 @@ def staged(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
     return passing
 
 
-def windowed(plan: Plan, found: Sequence[SubgroupState]) -> list[int]:
+def windowed(plan: Plan, before: Sequence[SubgroupState]) -> list[int]:
     """Subgroups whose state passes through windows on the host, in service order."""
-    through = (i for i in plan.order if found[i].gradient or found[i].state is not plan.stays(i))
-    return [i for i in through if found[i].state is DISK or plan.stays(i) is DISK]
+    through = (i for i in plan.order if before[i].gradient or before[i].state is not plan.stays(i))
+    return [i for i in through if before[i].state is DISK or plan.stays(i) is DISK]

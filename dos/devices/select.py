@@ -62,13 +62,13 @@ class DeviceFinder:
     """The accelerator of an optimizer: the one that has the first parameter on any.
 
     requested: the argument `device`; a torch device confirms where the parameters are, or will be.
-    found: the accelerator; None as long as all parameters seen are on the host.
+    device: the accelerator; None as long as all parameters seen are on the host.
     streamed: the ids of parameters that are on the device while they are used, and else at home on the host.
     """
 
     def __init__(self, requested: Device | torch.device | str | None) -> None:
         self.requested = requested
-        self.found: Device | None = None
+        self.device: Device | None = None
         self.streamed: set[int] = set()
 
     def holds(self, parameter: Tensor) -> bool:
@@ -77,9 +77,9 @@ class DeviceFinder:
         Raises TypeError for a parameter on a kind of device that is not supported, ValueError for one elsewhere than
         requested.
         """
-        if self.found is None:
-            self.found = self._device_of(parameter)
-        return self.found is not None and (id(parameter) in self.streamed or self.found.owns(parameter))
+        if self.device is None:
+            self.device = self._device_of(parameter)
+        return self.device is not None and (id(parameter) in self.streamed or self.device.owns(parameter))
 
     def awaits(self, parameter: Tensor) -> bool:
         """Return whether the parameter is on the host, although the user has asked for an accelerator."""
@@ -90,17 +90,17 @@ class DeviceFinder:
     def open(self) -> Device | None:
         """Return the accelerator, even before any parameter is there; None if the user has asked for none."""
         wanted = self.requested
-        if self.found is None and wanted is not None:
+        if self.device is None and wanted is not None:
             if not isinstance(wanted, torch.device | str):
-                self.found = wanted
+                self.device = wanted
             elif torch.device(wanted).type == cuda.TYPE:
-                self.found = cuda.CudaDevice(torch.device(wanted))
-        return self.found
+                self.device = cuda.CudaDevice(torch.device(wanted))
+        return self.device
 
     @property
     def shares_host_memory(self) -> bool:
         """Whether the accelerator has no memory of its own."""
-        return self.found is not None and self.found.shares_host_memory
+        return self.device is not None and self.device.shares_host_memory
 
     def _device_of(self, parameter: Tensor) -> Device | None:
         """Return the accelerator that has the parameter; None for one on the host."""

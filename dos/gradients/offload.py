@@ -89,11 +89,11 @@ def _add_arrived(
     target: Tensor,
     dtype: torch.dtype,
     before: Sequence[Future[None]],
-    beside: Tensor | None,
+    addend: Tensor | None,
 ) -> None:
     """Add a part of a gradient to `target`, once it has arrived; the rest is as in `_add`."""
     job.wait()
-    _add(incoming, target, dtype, before, beside)
+    _add(incoming, target, dtype, before, addend)
 
 
 def _copy(values: Tensor, gradient: Tensor) -> None:
@@ -101,16 +101,16 @@ def _copy(values: Tensor, gradient: Tensor) -> None:
 
 
 def _add(
-    incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Sequence[Future[None]], beside: Tensor | None = None
+    incoming: Tensor, target: Tensor, dtype: torch.dtype, before: Sequence[Future[None]], addend: Tensor | None = None
 ) -> None:
-    """Add a part of a gradient on the host to `target`. beside: what is added to it first.
+    """Add a part of a gradient on the host to `target`. addend: what is added to it first.
 
-    before: what has written `target` and `beside`, and may have failed.
+    before: what has written `target` and `addend`, and may have failed.
     """
     for each in before:
         each.result()
-    if beside is not None:
-        incoming = beside + incoming
+    if addend is not None:
+        incoming = addend + incoming
     # Rounded to `dtype` as autograd rounds, also where `target` is wider.
     target.copy_(target.to(dtype).add_(incoming))
 
@@ -209,11 +209,11 @@ class OffloadedGradients:
             total = before
         else:
             held = self._held.get(number, {}).pop(record, None)
-            after, beside = [before.arrived, *([held.arrived] if held else [])], held.values if held else None
+            after, addend = [before.arrived, *([held.arrived] if held else [])], held.values if held else None
             if at_home:
-                arrived = ledger.lane.add(partial(_add, flat, before.values, before.dtype, after, beside))
+                arrived = ledger.lane.add(partial(_add, flat, before.values, before.dtype, after, addend))
             else:
-                arrived = self._add(before, flat, index, subgroup, ledger, after, beside, pin=pin)
+                arrived = self._add(before, flat, index, subgroup, ledger, after, addend, pin=pin)
             total = before._replace(arrived=arrived, thread=thread, steps=steps, backward=number)
         leaf.grad = None
         self._totals[record] = total
@@ -271,18 +271,18 @@ class OffloadedGradients:
         subgroup: Subgroup | None,
         ledger: Ledger,
         after: Sequence[Future[None]],
-        beside: Tensor | None,
+        addend: Tensor | None,
         *,
         pin: bool,
     ) -> Future[None]:
         """Add a gradient to the parameter's total, part by part; return the future of the last addition.
 
-        after, beside: as in `_add_arrived`.
+        after, addend: as in `_add_arrived`.
         """
         arrived = before.arrived
         each = self._passage_bytes // gradient.itemsize
         parts = before.values.split(each)
-        of_others = [None] * len(parts) if beside is None else beside.split(each)
+        of_others = [None] * len(parts) if addend is None else addend.split(each)
         for target, source, other in zip(parts, gradient.split(each), of_others, strict=True):
             passage = self._free_passage(ledger.device)
             if pin and not passage.nbytes:

@@ -31,7 +31,7 @@ class Cores(NamedTuple):
     threads: int
 
 
-_bound = threading.local()  # .threads: on the cores that this thread is bound to; .beside: whether it leaves cores
+_bound = threading.local()  # .threads: on the cores that this thread is bound to; .leaves_cores: whether it does
 _wanted = 0
 
 
@@ -53,7 +53,7 @@ def kernel_threads() -> int:
     cores. OMP_NUM_THREADS=1 from a launcher is ignored, because kernels that wait for memory need more than one thread.
     """
     if _wanted:
-        return _beside(min(_wanted, len(usable_cores())))
+        return _limited(min(_wanted, len(usable_cores())))
     threads = torch.get_num_threads()
     share = getattr(_bound, "threads", 0)
     if "LOCAL_WORLD_SIZE" in os.environ:
@@ -61,9 +61,9 @@ def kernel_threads() -> int:
         if os.environ.get("OMP_NUM_THREADS") == "1" and threads == 1:
             if share > 1:
                 _note_override(share)
-            return _beside(share)
+            return _limited(share)
     threads = min(threads, share) if share else threads
-    return threads if "OMP_NUM_THREADS" in os.environ else _beside(threads)
+    return threads if "OMP_NUM_THREADS" in os.environ else _limited(threads)
 
 
 def leave_cores() -> None:
@@ -71,7 +71,7 @@ def leave_cores() -> None:
 
     As many as `most_beside` says, unless OMP_NUM_THREADS sets the number of threads.
     """
-    _bound.beside = True
+    _bound.leaves_cores = True
 
 
 def most_beside(cores: int) -> int:
@@ -84,9 +84,9 @@ def most_beside(cores: int) -> int:
     return cores - max(1, cores // 4) if cores > 2 else cores
 
 
-def _beside(threads: int) -> int:
+def _limited(threads: int) -> int:
     cores = getattr(_bound, "threads", 0) or _share_of_process()
-    return min(threads, most_beside(cores)) if getattr(_bound, "beside", False) else threads
+    return min(threads, most_beside(cores)) if getattr(_bound, "leaves_cores", False) else threads
 
 
 def cores_near(pci_address: str | None, sysfs: Path = _SYSFS) -> Cores | None:

@@ -82,7 +82,7 @@ class Assembly:
 
     def set_up_device(self) -> None:
         """Set the accelerator up if a parameter there was found, once."""
-        found = self.registry.devices.found
+        found = self.registry.devices.device
         if self.on_device is not None or found is None:
             return
         policy = self.options.policy_on(found)

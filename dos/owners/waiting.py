@@ -209,13 +209,13 @@ class Waiting:
             if not behind and record.replaced and not record.follow_sharing():
                 self.settle()
                 raise RuntimeError(_REPLACED.format(tuple(record.parameter.shape)))
-            updated = [record, *self._beside(record, subgroups, here)]
+            updated = [record, *self._joined_with(record, subgroups, here)]
             self.written([each for each in updated if not pending[each]])
             for each in updated:
                 # It stays listed, because another queue that reads the parameter has to wait for itself.
                 pending[each] = pending[each] | {here}
 
-    def _beside(
+    def _joined_with(
         self, record: ParameterRecord, subgroups: Sequence[Subgroup], here: Caller | None
     ) -> list[ParameterRecord]:
         """Return the other records behind whose updates the caller is, too, since it has joined these subgroups.

@@ -102,7 +102,7 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rul
     if not accelerated and parameter.device.type != "cpu":
         raise ValueError(
             f"{name_of(parameter, group)} is on {parameter.device} and the optimizer's accelerator is "
-            f"{devices.found}; DOSAdam updates the parameters of one accelerator, so load the model onto "
+            f"{devices.device}; DOSAdam updates the parameters of one accelerator, so load the model onto "
             "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
         )
 

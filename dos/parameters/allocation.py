@@ -88,7 +88,7 @@ class Allocation:
     @property
     def _lasting(self) -> bool:
         """Whether state on the accelerator never moves to the host."""
-        return self._options.never_leaves(self._devices.found)
+        return self._options.never_leaves(self._devices.device)
 
     def size_on_device(self, numel: int) -> int:
         """Return the size of new subgroups on an accelerator that holds state of `numel` parameters."""
@@ -104,9 +104,9 @@ class Allocation:
                 )
             return chosen
         device_bytes = 0
-        if self._devices.found is not None:
+        if self._devices.device is not None:
             with contextlib.suppress(Exception):  # a device that cannot say: the size of its memory is not known
-                device_bytes = max(0, self._devices.found.memory().total)
+                device_bytes = max(0, self._devices.device.memory().total)
         size, host = automatic_subgroup_size(numel, device_bytes), self._options.host_memory
         if self._options.disk and host is not None:
             size = min(size, max(1, int(host / (LEAST_SHARES * MIXED.held_bytes))))
@@ -126,10 +126,10 @@ class Allocation:
             whole = pages(state)
             size = -(-size // whole) * whole
         lasting = accelerated and self._lasting
-        with explain_oom(self._devices.found):
+        with explain_oom(self._devices.device):
             arena = Arena(
                 parameters,
-                self._devices.found if accelerated else None,
+                self._devices.device if accelerated else None,
                 self._options.rule,
                 state,
                 tier=Tier.DEVICE if lasting else Tier.HOST,

@@ -236,7 +236,7 @@ class Registry:
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
         """Return the parameters of which copies are read, or no version counts writes; see `look_at_bits`."""
-        if not self.wrapped and (self.devices.found is None or self.devices.found.queues):
+        if not self.wrapped and (self.devices.device is None or self.devices.device.queues):
             return []
         return [(record, record.local) for record in self.records.values() if record.bits is not None]
 
@@ -315,7 +315,7 @@ class Registry:
 
     def watch_bits(self, records: Collection[ParameterRecord]) -> None:
         """Let bits be compared where the next update may read a copy of a parameter: a write may raise no version."""
-        device = self.devices.found
+        device = self.devices.device
         if device is None or device.queues:  # where the caller's work is queued, `UnseenWrites` compares
             return
         for record in records:

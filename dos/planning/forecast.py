@@ -206,17 +206,17 @@ class Forecast:
         """Yield the bytes that each rule leaves for state at the next peak, and the reason."""
         peaks = [_peak(m) for m in marks]
         others = bool(levels) and _expected(levels) > levels[-1]
-        beside = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
-        yield min(peaks) - _expected(levels), beside
+        usual = "for the peak of an iteration" + (" and what other processes may take back" if others else "")
+        yield min(peaks) - _expected(levels), usual
         if updates:
             # Not the maximum: an iteration in which a neighbour began or ended does not show the need of an iteration.
             swing = statistics.median_high(m[Op.UPDATE] - _peak(m) for m in marks if Op.UPDATE in m)
-            yield updates[-1] - max(0, swing) - _expected(levels), beside
+            yield updates[-1] - max(0, swing) - _expected(levels), usual
         # One list is shorter after an exception. While the reserve grows, marks fall for that reason.
         if min(len(peaks), len(levels)) >= 4 and not self._given_back():
             left = [peak - level for peak, level in zip(peaks[-4:], levels[-4:], strict=True)]
             fall = min(earlier - later for earlier, later in itertools.pairwise(left))
-            yield left[-1] - max(0, fall), "because free memory falls in each iteration" if fall > 0 else beside
+            yield left[-1] - max(0, fall), "because free memory falls in each iteration" if fall > 0 else usual
         if self._lasting is not None:
             yield self._lasting[0], "because training ran out of memory lately"
 
@@ -273,7 +273,7 @@ class MissedPeaks:
 
     def __init__(self) -> None:
         self._known: _Peak | None = None
-        self._found: tuple[int, int] | None = None
+        self._counted: tuple[int, int] | None = None
         self._held: int | None = None
 
     def sample(self, held: int) -> None:
@@ -282,22 +282,22 @@ class MissedPeaks:
 
     def add_peak(self, left: int, held: int) -> None:
         """Add a peak of the counter in forward or backward. left: free bytes at it, and the `held` bytes of state."""
-        self._found = (left, held) if self._found is None else min((left, held), self._found)
+        self._counted = (left, held) if self._counted is None else min((left, held), self._counted)
 
     def corrected(self, mark: int) -> int:
         """Return the low mark of this iteration. mark: by samples alone."""
-        if self._found is not None:
-            return min(mark, self._found[0])
+        if self._counted is not None:
+            return min(mark, self._counted[0])
         return mark if self._known is None else max(mark - self._known.missed, min(mark, self._known.left))
 
     def end_iteration(self, mark: int, tolerance: int) -> None:
         """End the iteration. mark: by samples alone. tolerance: bytes by which peaks of one kind differ."""
-        if self._found is not None:
-            left, held = self._found
+        if self._counted is not None:
+            left, held = self._counted
             self._known = _Peak(left, max(0, mark - left), held)
         elif self._known is not None and self._held is not None and self._held > self._known.held + tolerance:
             self._known = None
-        self._found = self._held = None
+        self._counted = self._held = None
 
 
 class _Fall(NamedTuple):

@@ -160,17 +160,17 @@ class MemoryMonitor:
         self._resident = 0
 
     def limits(
-        self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, beside: int = 0, weights: int = 0
+        self, loads: Sequence[SubgroupLoad], *, update_overlaps_forward: bool, passing: int = 0, weights: int = 0
     ) -> dict[str, Any]:
         """Return the fields of a workload that limit the memory of these subgroups, rounded to subgroups against noise.
 
         More state becomes resident than in the last iteration only if SPARE_TO_GROW of a subgroup is left over.
-        update_overlaps_forward: whether slots are still in use at the next peak. beside: bytes that updates on the
+        update_overlaps_forward: whether slots are still in use at the next peak. passing: bytes that updates on the
         device need beside state. weights: bytes of weights that stream or may stream, which share the room.
         """
         self.room = room = self._room()
-        update = room.update - beside
-        peak = min(update, room.resident - beside if update_overlaps_forward else room.resident)
+        update = room.update - passing
+        peak = min(update, room.resident - passing if update_overlaps_forward else room.resident)
         sizes = [load.state_bytes for load in loads]
         state, slot = sum(sizes) + weights, max(1, *sizes)
 

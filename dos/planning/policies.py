@@ -120,10 +120,10 @@ class Refinement:
         """
         # Gradients that were sent during backward met no uploads, and without the length of backward it is not known
         # for how long.
-        beside = not workload.backward_s and _waits_for_backward(schedule)
+        unknown = not workload.backward_s and _waits_for_backward(schedule)
         expected = self._simulated(profile, schedule, workload)
         for lanes in _GROUPS:
-            if (beside and Lane.GPU not in lanes) or _served(timeline, lanes) != _served(expected, lanes):
+            if (unknown and Lane.GPU not in lanes) or _served(timeline, lanes) != _served(expected, lanes):
                 continue
             for lane in lanes:
                 measured, predicted = timeline.busy(lane), expected.busy(lane)

@@ -226,9 +226,9 @@ class Report:
         if self.profile is None or self.predicted_s is None:
             lines += ["Predicted: nothing, because this policy needs no profile; policy='adaptive' has one"]
             return "\n".join(lines)
-        beside = f" beside {_ms(self.compute_s)} of forward and backward" if self.compute_s else ""
-        beside += ", in which updates begin" if self.compute_s and work.in_backward else ""
-        lines += [f"Predicted: the caller waits {_ms(self.predicted_s)}{beside}, by the rates of {self.profile.name}"]
+        during = f" beside {_ms(self.compute_s)} of forward and backward" if self.compute_s else ""
+        during += ", in which updates begin" if self.compute_s and work.in_backward else ""
+        lines += [f"Predicted: the caller waits {_ms(self.predicted_s)}{during}, by the rates of {self.profile.name}"]
         if bound is None:
             lines += [f"Bound: {_bound(self.workload, self.profile)}"]
         else:

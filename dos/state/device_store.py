@@ -97,17 +97,17 @@ class DeviceStore:
         return self.resident[subgroup].state if subgroup in self.resident else self._passing[subgroup]
 
     def store(
-        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         self.empty.discard(subgroup)
         copies = state_copies(self.fetch(subgroup), source)
-        return self.device.copy(Op.PREFETCH, number, [*copies, *beside], after)
+        return self.device.copy(Op.PREFETCH, number, [*copies, *further], after)
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Let the subgroup's state pass through this slot, until slots are released."""
         self._passing[subgroup] = subgroup.state.carve(self.slots[slot])
 
-    def beside(self, subgroup: Subgroup, slot: int) -> Tensor:
+    def gradient_part(self, subgroup: Subgroup, slot: int) -> Tensor:
         """Return the part of a slot that the subgroup's state does not take."""
         return self.slots[slot][0 if self.has_room(subgroup) else subgroup.state.carved_bytes :]
 

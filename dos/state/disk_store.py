@@ -72,10 +72,10 @@ class DiskStore:
         return self._host.fetch(subgroup)
 
     def store(
-        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         """Write the subgroup's state from its window; copy it there first if it is at home."""
-        assert not beside, "gradients do not go to disk"
+        assert not further, "gradients do not go to disk"
         window, extent = self._host.windows.of(subgroup), self._extents[subgroup]
         assert window is not None, "the schedule says which one"
 

@@ -138,11 +138,11 @@ class HostStore:
         self.windows.make(count, nbytes, device)
 
     def store(
-        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         device = subgroup.arena.device
         assert device is not None, "state of parameters on the host never leaves"
-        return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *beside], after)
+        return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *further], after)
 
     def pin_ahead(self, subgroups: Iterable[Subgroup]) -> None:
         """Allocate one more part of the homes of these, before state leaves the device, if the host has the memory."""

@@ -35,11 +35,11 @@ class Store(Protocol):
         """Return the subgroup's state in its room here, from which another store can copy."""
 
     def store(
-        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], beside: Sequence[Copy] = ()
+        self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         """Copy the subgroup's state to its room here, once all of `after` have ended.
 
-        number: the subgroup's position in the plan. beside: further copies over the same link.
+        number: the subgroup's position in the plan. further: copies over the same link.
         """
 
 
@@ -69,13 +69,13 @@ class Stores:
             self.disk.drop_empty()
 
     def copy(
-        self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], beside: Sequence[Copy] = ()
+        self, move: Move, number: int, subgroup: Subgroup, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         """Issue the copy of a subgroup's state from one tier's room to another's. Arguments: see `Store.store`."""
         source = self.of[move.source].fetch(subgroup)
         if self.disk is not None and move.source is Tier.DISK:
             return self.disk.load(number, subgroup, source if self.host.has(subgroup) else None, after)
-        return self.of[move.destination].store(number, subgroup, source, after, beside)
+        return self.of[move.destination].store(number, subgroup, source, after, further)
 
     def bring_home(self, subgroups: Iterable[Subgroup]) -> None:
         """Move the state of all these home. Blocks. No step and no fetch may be in flight.

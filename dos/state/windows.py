@@ -71,10 +71,10 @@ class Windows:
         gradient, parameter = subgroup.gradient, subgroup.parameter
         room = buffer[pages : pages + gradient.nbytes].view(gradient.dtype)
         # Weights that stream have their home on the host, wherever the state is.
-        beside = parameter if subgroup.arena.streams else None
-        if parameter is not None and beside is None:
-            beside = buffer[pages + aligned(gradient.nbytes, PAGE) :][: parameter.nbytes].view(parameter.dtype)
-        window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), room, beside)
+        staged = parameter if subgroup.arena.streams else None
+        if parameter is not None and staged is None:
+            staged = buffer[pages + aligned(gradient.nbytes, PAGE) :][: parameter.nbytes].view(parameter.dtype)
+        window = Window(buffer[:pages], subgroup.state.carve(buffer, PAGE), room, staged)
         self._entered[subgroup] = window
         return window
 

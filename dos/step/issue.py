@@ -106,7 +106,7 @@ class Step:
         self._apart: Callable[[Callable[[], None]], object] | None = None
         self._compared = set[int]()
         """The subgroups whose parameters are compared in the job that copies their gradients."""
-        self._beside: dict[Subgroup, Tensor] = {}
+        self._gradient_parts: dict[Subgroup, Tensor] = {}
         """The parts of slots that receive offloaded gradients, and weights that stream."""
 
     def __repr__(self) -> str:
@@ -187,7 +187,7 @@ class Step:
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = {}
         self._compared.clear()
-        self._beside.clear()
+        self._gradient_parts.clear()
 
     @property
     def through(self) -> bool:
@@ -231,15 +231,15 @@ class Step:
         Of those that wait for no task of this issue the one comes first whose gradients left first.
         """
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
-        found: dict[int, list[int]] = {}
+        on_host: dict[int, list[int]] = {}
         for number in range(under_way + 1, len(tasks)):
             if tasks[number].stream is Stream.CPU:
-                found.setdefault(max((under_way, *tasks[number].after)), []).append(number)
+                on_host.setdefault(max((under_way, *tasks[number].after)), []).append(number)
 
-        at_once = found.get(under_way, [])
+        at_once = on_host.get(under_way, [])
         left = {number: max([0, *[each for each in tasks[number].after if each < under_way]]) for number in at_once}
         at_once.sort(key=left.__getitem__)
-        return found
+        return on_host
 
     def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
@@ -287,10 +287,10 @@ class Step:
             if task.move is not None:
                 device.occupy(subgroup, task.slot)
             if update is not None and update.offloaded:
-                self._beside[subgroup] = device.beside(subgroup, task.slot)
-                copies = update.fetch_gradients(self._beside[subgroup])
-        elif task.op is Op.FLUSH and update is not None and subgroup in self._beside:
-            copies = update.flush_weights(self._beside[subgroup])
+                self._gradient_parts[subgroup] = device.gradient_part(subgroup, task.slot)
+                copies = update.fetch_gradients(self._gradient_parts[subgroup])
+        elif task.op is Op.FLUSH and update is not None and subgroup in self._gradient_parts:
+            copies = update.flush_weights(self._gradient_parts[subgroup])
         if move is None:
             job = self._issue(task.stream, lambda after: self._device.copy(task.op, number, copies, after), after)
         elif Tier.DISK in move:
@@ -381,7 +381,7 @@ class Step:
         _, subgroup, update = self._of(task)
         device, gradients = self._stores.device, None
         if update.offloaded:
-            gradients = self._beside[subgroup]
+            gradients = self._gradient_parts[subgroup]
         return Placed(update, device.fetch(subgroup), gradients)
 
     def _of(self, task: Task) -> tuple[int, Subgroup, SubgroupUpdate]:

@@ -81,17 +81,17 @@ class Ledger:
 
     def __repr__(self) -> str:
         """Say what is in flight, and behind what, without a wait."""
-        found = [f"step {self._guard.steps}: {self.step}" if self.step else "no step"]
-        found += [f"queued on the device: {step}" for step in self._queued]
-        found += [f"{each}" for each in (self.transits.all if self._open else ())]
+        parts = [f"step {self._guard.steps}: {self.step}" if self.step else "no step"]
+        parts += [f"queued on the device: {step}" for step in self._queued]
+        parts += [f"{each}" for each in (self.transits.all if self._open else ())]
         if self.in_place.running:
             ended = sum(running.done() for running in self.in_place.running.values())
-            found.append(f"{ended} of {len(self.in_place.running)} updates in place have ended")
+            parts.append(f"{ended} of {len(self.in_place.running)} updates in place have ended")
         if self._turns is not None:
-            found.append(f"{self._turns.waiting} turns that the CPU lane has not taken")
+            parts.append(f"{self._turns.waiting} turns that the CPU lane has not taken")
         if self.pending:
-            found.append(f"{len(self.unfinished)} of {len(self.pending)} parameters behind which no queue is")
-        return f"<Ledger, {self._guard.phase.name}: {'; '.join(found)}>"
+            parts.append(f"{len(self.unfinished)} of {len(self.pending)} parameters behind which no queue is")
+        return f"<Ledger, {self._guard.phase.name}: {'; '.join(parts)}>"
 
     def open(self, device: Device, homes: Homes) -> None:
         """Begin to use the accelerator, once the first parameter there was found."""
@@ -134,24 +134,24 @@ class Ledger:
         self,
         plan: Plan,
         subjects: Sequence[Subject],
-        found: Sequence[SubgroupState],
+        before: Sequence[SubgroupState],
         workload: Workload,
         iteration: Iteration,
     ) -> None:
         """Issue a step whose memory is reserved.
 
-        subjects, found: by index. workload: the one for which the plan was made. iteration: of the step.
+        subjects, before: by index. workload: the one for which the plan was made. iteration: of the step.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
         turns = self._begin(plan.order)
         with self._failing(turns):
-            self._follow_parameters(plan, subjects, found)
+            self._follow_parameters(plan, subjects, before)
             adopted = self.transits.adopt(plan, subjects)
             # The device may have had memory for fewer slots than planned. A plan that streams a subgroup without a
             # gradient has none, but the schedule needs the number of a slot.
             slots = len(self.stores.device.slots) or int(Placement.GPU_STREAMED in plan.placements)
             granted = dataclasses.replace(plan, slots=slots)
-            made_of = granted, workload, [*found], [transit.task(i) for i, transit in adopted]
+            made_of = granted, workload, [*before], [transit.task(i) for i, transit in adopted]
             if self._scheduled is None or self._scheduled[0] != made_of:  # in most steps it is the last one's
                 self._scheduled = made_of, schedule_step(*made_of)
             schedule = self._scheduled[1]
@@ -252,21 +252,21 @@ class Ledger:
                 raise failure from error
             raise
 
-    def _follow_parameters(self, plan: Plan, subjects: Sequence[Subject], found: Sequence[SubgroupState]) -> None:
+    def _follow_parameters(self, plan: Plan, subjects: Sequence[Subject], before: Sequence[SubgroupState]) -> None:
         """Let masters that the host updates follow parameters to which user code wrote since the last step."""
         for i in plan.served(Placement.CPU):
             subgroup, update = subjects[i].subgroup, subjects[i].update
             if update is None or update.from_disk:
                 continue  # they follow once the state was read from disk
-            if found[i].state is Tier.HOST:
+            if before[i].state is Tier.HOST:
                 copies = update.download_written()
                 if copies:
                     # Behind user code's writes on the device; the host reads the copies in `follow_on_host`.
                     self.device.copy(Op.GRADIENT, 0, copies, self.device.fence()).wait()
                 if copies or subgroup.arena.streams:
                     update.follow_on_host()
-            elif found[i].gradient is Tier.HOST:
-                update.follow(self.stores.of[found[i].state].fetch(subgroup))  # before the state moves to the host
+            elif before[i].gradient is Tier.HOST:
+                update.follow(self.stores.of[before[i].state].fetch(subgroup))  # before the state moves to the host
 
     def _run_host_lane(self, turns: Turns, step: Step) -> None:
         """Run the host's part of a step: update, then release memory that only the step needed."""

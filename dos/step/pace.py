@@ -59,7 +59,7 @@ class Pace:
         self._until_step_s: float | None = None
         """From the first gradient to step() in the last backward, in which updates ran; None: none did."""
         self._clean_next = self._early = self.holds = False
-        self._beside = 0
+        self._updating = 0
         """Backwards in which updates ran."""
         self._steps, self._due, self._between = 0, FIRST_CLEAN, AGAIN
         self._unread: deque[tuple[Callable[[float], None], _Stretch]] = deque()
@@ -72,7 +72,7 @@ class Pace:
         before: the iteration before, for whose step the caller may have waited. stalls: waits for saved tensors.
         """
         # Not later: where updates have released gradients for long, state takes the memory that all of them would need.
-        self.holds = self._clean_next and not self._backward_over_forward and self._beside <= 1
+        self.holds = self._clean_next and not self._backward_over_forward and self._updating <= 1
         clean, self._clean_next = self._clean_next or not self._queues, False
         if before is not None and before.step is not None and iteration.forward is not None:
             self._add(self._step_returned, _Stretch(before.step, iteration.forward, ()))
@@ -107,10 +107,10 @@ class Pace:
             self._early = bool(early)
             self._add(lasted, _Stretch(first, iteration.step, stalls))
         if iteration.backward is not None and iteration.step is not None:
-            beside = issued is None
-            self._beside += beside
+            updates = issued is None
+            self._updating += updates
             stretch = _Stretch(iteration.backward, iteration.step, stalls)
-            self._add(lambda seconds: self._rest_lasted(seconds, beside), stretch)
+            self._add(lambda seconds: self._rest_lasted(seconds, updates), stretch)
 
     def wants_clean(self) -> bool:
         """Return whether the next forward should run with nothing beside it; if so, it counts as such a forward.
@@ -163,10 +163,10 @@ class Pace:
         """Seconds by which `updated` is longer than `rest`; below 0 where that is out of date."""
         return self.updated.seconds - self.rest.seconds if self.updated.known else 0.0
 
-    def _rest_lasted(self, seconds: float, beside: bool) -> None:
-        """beside: whether updates ran in it."""
-        self._until_step_s = seconds if beside else None
-        if beside and self._backward_over_forward:
+    def _rest_lasted(self, seconds: float, updates: bool) -> None:
+        """updates: whether updates ran in it."""
+        self._until_step_s = seconds if updates else None
+        if updates and self._backward_over_forward:
             # The host may have stretched the one forward by which others are judged.
             most = max(self._backward_over_forward * self.forward.seconds, self._clean_backward_s)
             seconds = min(seconds, most)
@@ -174,7 +174,7 @@ class Pace:
         forward, self._last = self._last, None
         if forward is None:
             return
-        if self._queues and forward.clean and forward.seconds and not beside:
+        if self._queues and forward.clean and forward.seconds and not updates:
             if not self._backward_over_forward:
                 self.rest.restart(seconds)
             self._backward_over_forward, self._clean_backward_s = seconds / forward.seconds, seconds
@@ -238,12 +238,12 @@ class _Typical:
         """Whether any was added."""
         return bool(self._recent)
 
-    def add(self, seconds: float, beside: float = 0.0) -> None:
-        """Add a duration. beside: a longer one, against which differences count, if not against its own."""
+    def add(self, seconds: float, reference: float = 0.0) -> None:
+        """Add a duration. reference: a longer one, against which differences count, if not against its own."""
         begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
         self._recent.append(seconds)
         quartile = sorted(self._recent)[len(self._recent) // 4]
-        if begins or abs(quartile - self.seconds) > self._tolerance * (beside or self.seconds):
+        if begins or abs(quartile - self.seconds) > self._tolerance * (reference or self.seconds):
             self.seconds = quartile
 
     def restart(self, seconds: float) -> None:

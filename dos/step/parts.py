@@ -212,10 +212,10 @@ class Parts:
         part = sorted(part, key=lambda each: self._rank[each.number])
         updates = {each.number: each.update for each in part}
         subjects = {i: Subject(u.subgroup, u, (), () if u.offloaded else u.items) for i, u in updates.items()}
-        found = {each.number: subjects[each.number].found(each.tier) for each in part}
-        if self._now.first_departure is None and Placement.CPU in map(self.plan.placements.__getitem__, found):
+        before = {each.number: subjects[each.number].before_step(each.tier) for each in part}
+        if self._now.first_departure is None and Placement.CPU in map(self.plan.placements.__getitem__, before):
             self._now.first_departure = self.device.mark()
-        schedule = schedule_part(self._granted, self._workload, found, list(found))
+        schedule = schedule_part(self._granted, self._workload, before, list(before))
         callers = set[Caller]().union(*(each.callers for each in part))
         # A block that backward uses again may be fetched ahead, and no queue has joined that yet.
         arenas = (each.update.subgroup.arena for each in part)

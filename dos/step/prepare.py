@@ -21,12 +21,12 @@ from perfmodel.tasks import SubgroupState, arriving, leaving, staged, windowed
 class Prepared(NamedTuple):
     """A step whose memory is reserved.
 
-    found: each subgroup as the step finds it, by index.
+    before: each subgroup as the step finds it, by index.
     """
 
     plan: Plan
     subjects: Sequence[Subject]
-    found: Sequence[SubgroupState]
+    before: Sequence[SubgroupState]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Preparation:
 
     An exception within releases all reserved memory; no state has changed.
 
-    found: each subgroup before the step, by index.
+    before: each subgroup before the step, by index.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Preparation:
         self._subjects, self._windows = subjects, work.windows
         self._transits, self._stores = ledger.transits, ledger.stores
         stores = ledger.stores
-        self.found = [s.found(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
+        self.before = [s.before_step(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._attempted = False
 
@@ -81,17 +81,17 @@ class Preparation:
     @property
     def rooms(self) -> Rooms:
         """The homes on the host as they are now."""
-        stores, found = self._stores, self.found
+        stores, before = self._stores, self.before
         # State without an update and without a home on the host, its default tier, is nowhere: it was never written.
         somewhere = [
             i
             for i, s in enumerate(self._subjects)
-            if s.update is not None or found[i].state is not Tier.HOST or stores.host.has(s.subgroup)
+            if s.update is not None or before[i].state is not Tier.HOST or stores.host.has(s.subgroup)
         ]
         return Rooms(
             homes={i: stores.host.home_bytes(self._subjects[i].subgroup) for i in somewhere},
             made={i: stores.homes.made_bytes(self._subjects[i].subgroup) for i in somewhere},
-            from_disk=any(each.state is Tier.DISK for each in found),
+            from_disk=any(each.state is Tier.DISK for each in before),
             room=stores.host.room,
             windows=stores.host.windows.nbytes,
             through=self._windows * self._nbytes,
@@ -102,7 +102,7 @@ class Preparation:
 
         Raises MemoryError if the host has too little memory, OSError if the disk has no room.
         """
-        stores, found, subjects = self._stores, self.found, self._subjects
+        stores, before, subjects = self._stores, self.before, self._subjects
         device = stores.device
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
@@ -111,42 +111,42 @@ class Preparation:
         if not self._attempted:  # else this would forget that the device denied memory to the plan before
             self._attempted = True
             # The rooms that state leaves are kept until the step is over, and may be the memory that is missing.
-            device.expect_denials(bool(leaving(plan, found)))
-        coming = {i: subjects[i].subgroup for i in arriving(plan, found)}
+            device.expect_denials(bool(leaving(plan, before)))
+        coming = {i: subjects[i].subgroup for i in arriving(plan, before)}
         new = [i for i, subgroup in coming.items() if stores.at(subgroup) is None]
         fitting = self._make_room(plan, coming)
         without = set(device.reserve(fitting.values()))
         denied = {i for i, subgroup in coming.items() if i not in fitting or subgroup in without}
         for i in set(new) - denied:  # state that was nowhere begins on the device
             device.fetch(coming[i]).zero()
-            found[i] = found[i]._replace(state=Tier.DEVICE)
+            before[i] = before[i]._replace(state=Tier.DEVICE)
         denied |= self._get_slots(plan, denied)
         # Subgroups that the plan updates on the CPU can do without the room that was denied.
         if denied - set(plan.served(Placement.CPU)):
             return frozenset(denied)
         for i in plan.on_disk:
             if stores.at(subjects[i].subgroup) is None:  # state that was nowhere begins on disk, as zeros
-                found[i] = found[i]._replace(state=Tier.DISK)
+                before[i] = before[i]._replace(state=Tier.DISK)
         self._reserve_on_host(plan)
-        return Prepared(plan, subjects, found)
+        return Prepared(plan, subjects, before)
 
     def _make_room(self, plan: Plan, coming: Mapping[int, Subgroup]) -> dict[int, Subgroup]:
         """Cancel slots that leave too little memory for `coming`; return the subgroups for which there is memory."""
-        store, found = self._stores.device, dict[int, Subgroup]()
+        store, fitting = self._stores.device, dict[int, Subgroup]()
         left = self._left(plan, store.resident_bytes)
         for i, subgroup in coming.items():
             nbytes = 0 if store.has_room(subgroup) else self._work.subgroups[i].state_bytes
             if not nbytes or nbytes <= left:
-                found[i] = subgroup
+                fitting[i] = subgroup
                 left -= nbytes
         if store.slots and self._work.staging_bytes(len(store.slots)) > left:
             self._transits.cancel_slots()  # backward has filled them for a plan of which less had to move
-        return found
+        return fitting
 
     def _reserve_on_host(self, plan: Plan) -> None:
         """Reserve homes, staging and windows, and room on disk."""
-        stores, found, subjects = self._stores, self.found, self._subjects
-        moved = [i for i, subject in enumerate(subjects) if subject.update or found[i].state is not plan.stays(i)]
+        stores, before, subjects = self._stores, self.before, self._subjects
+        moved = [i for i, subject in enumerate(subjects) if subject.update or before[i].state is not plan.stays(i)]
         if stores.disk is not None:
             stores.disk.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
         in_windows = self._get_windows(plan) if stores.disk is not None else set()
@@ -163,29 +163,29 @@ class Preparation:
 
     def _get_windows(self, plan: Plan) -> set[int]:
         """Allocate the windows, if any are needed; return the subgroups that the host updates in one."""
-        stores, found, subjects = self._stores, self.found, self._subjects
-        through = windowed(plan, found)
+        stores, before, subjects = self._stores, self.before, self._subjects
+        through = windowed(plan, before)
         if not through:
             return set()
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
             if self._windows * self._nbytes - windows.nbytes > stores.host.room:
                 self._transits.wait()  # gradients may be in transit to a home that is dropped below
-                at_home = [i for i, each in enumerate(found) if each.state is Tier.HOST is not plan.stays(i)]
+                at_home = [i for i, each in enumerate(before) if each.state is Tier.HOST is not plan.stays(i)]
                 housed = [i for i in at_home if stores.host.has(subjects[i].subgroup)]
                 stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)
-                found[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(found)]
-                through = windowed(plan, found)
+                before[:] = [each._replace(state=Tier.DISK) if i in housed else each for i, each in enumerate(before)]
+                through = windowed(plan, before)
             stores.host.make_windows(self._windows, self._nbytes, stores.device.device)
         houses = stores.host.has
         in_windows = {i for i in through if plan.stays(i) is not Tier.HOST and not houses(subjects[i].subgroup)}
         for i in through:
             update = subjects[i].update
-            if update is not None and (i in in_windows or found[i].state is Tier.DISK):
+            if update is not None and (i in in_windows or before[i].state is Tier.DISK):
                 if subjects[i].departed:  # sent to a home that was dropped, perhaps by a step that ran out of memory
                     subjects[i] = subjects[i]._replace(departed=(), late=update.items)
                 update.from_disk, update.place = True, None if i in in_windows else update.place
-                found[i] = subjects[i].found(found[i].state)
+                before[i] = subjects[i].before_step(before[i].state)
         return in_windows
 
     def _get_slots(self, plan: Plan, denied: set[int]) -> set[int]:
@@ -193,8 +193,8 @@ class Preparation:
 
         denied: subgroups without room on the device, which pass through no slot.
         """
-        transits, subjects, found, store = self._transits, self._subjects, self.found, self._stores.device
-        passing = {i: subjects[i] for i in staged(plan, found) if i not in denied}
+        transits, subjects, before, store = self._transits, self._subjects, self.before, self._stores.device
+        passing = {i: subjects[i] for i in staged(plan, before) if i not in denied}
         nbytes = max((s.slot_bytes(staying=store.has_room(s.subgroup)) for s in passing.values()), default=0)
         filled = [*transits.filled]
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
@@ -221,7 +221,7 @@ class Preparation:
                 )
         for i, subject in passing.items():
             # The host updates it now, and it needs no room on the device.
-            if found[i].state is not Tier.DEVICE and store.has_room(subject.subgroup):
+            if before[i].state is not Tier.DEVICE and store.has_room(subject.subgroup):
                 store.drop(subject.subgroup)
         # A plan without slots must not stream, not even subgroups without a gradient.
         return {*passing, *plan.served(Placement.GPU_STREAMED)}

@@ -332,9 +332,9 @@ class SubgroupUpdate:
         batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
         batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
 
-    def _batch(self, place: str, state: State, beside: Tensor | None) -> Batch:
-        """Return the update of all pieces in one place. beside: their parameters, if a slot has these, too."""
-        memory = [*state.tensors()] if beside is None else [*state.tensors(), beside]
+    def _batch(self, place: str, state: State, parameters: Tensor | None) -> Batch:
+        """Return the update of all pieces in one place. parameters: theirs, if a slot has these, too."""
+        memory = [*state.tensors()] if parameters is None else [*state.tensors(), parameters]
         # Compared by address: each step may have another slot, and user code may move the memory of state, such as by
         # `share_memory_`.
         addresses = [tensor.data_ptr() for tensor in memory]
@@ -444,7 +444,7 @@ class Subject(NamedTuple):
     departed: Sequence[Transit]
     late: Sequence[Item]
 
-    def found(self, state: Tier) -> SubgroupState:
+    def before_step(self, state: Tier) -> SubgroupState:
         """Return the subgroup as the step finds it, without transits. state: the tier of its state."""
         update = self.update
         if update is None:
