@@ -153,7 +153,7 @@ class Backward:
         saved = self.activations.stalls() if self.activations.in_use else ()
         if self.weights is None:
             return saved
-        weights = self.weights.stream.stalls()
+        weights = self.weights.stream.fetching.stalls()
         self.now.waits += [Wait(before, after) for before, after in weights]
         return (*saved, *weights)
 
@@ -304,14 +304,14 @@ class Backward:
     def _record_call(self) -> None:
         now = self.now
         if self.weights is not None:
-            self._micro_batches = self.weights.stream.take_forwards()
+            self._micro_batches = self.weights.stream.forward.take_graphs()
         else:
             self._micro_batches = round(now.gradients / max(1, len(self._registry.watching)))
         now.step, now.started = self.device.mark(), time.perf_counter()
         if self.activations.in_use:
             now.moves, now.saved = self.activations.moves(), self.activations.last_offloaded
         if self.weights is not None:
-            now.moves += self.weights.stream.moves()
+            now.moves += self.weights.stream.fetching.moves()
 
     def _learn_pace(self, plan: Plan, departed: bool, issued: float | None = None) -> None:
         """departed: whether gradients have left in backward, and are used as they left. issued: as for `Pace.step`."""

@@ -98,7 +98,8 @@ class Assembly:
         if self.on_device is not None and self.attachment is not None:
             self.on_device.attached, self.on_device.updates = True, self.in_backward is not None
             if self.weights is not None:
-                self.attachment.homes, self.weights.stream.updates = self.weights.stream.homes, self.on_device.updates
+                self.attachment.homes = self.weights.stream.copies.homes
+                self.weights.stream.updates = self.on_device.updates
                 self.on_device.stream_weights(self.weights)
             self.attachment.surround(self.on_device.activations)
 

@@ -18,10 +18,6 @@ class Copies:
         self._blocks = blocks
         self._by_storage = {block.storage: block for block in blocks}
 
-    def all(self) -> list[Tensor]:
-        """Return the copies of all blocks."""
-        return [copy for block in self._blocks for copy in block.copies]
-
     @property
     def homes(self) -> dict[int, Tensor]:
         """The homes by the ids of their copies."""

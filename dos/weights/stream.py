@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dos.devices import Device, Job, Mark
+from dos.devices import Device
 from dos.devices.pinned import lost
 from dos.guard import hook, renewed
 from dos.torch_internals.modes import in_backward
@@ -28,8 +27,7 @@ from dos.weights.block import Block, OnDevice
 from dos.weights.copies import Copies
 from dos.weights.fetching import Fetching
 from dos.weights.forward import ForwardHooks
-from dos.weights.inputs import serve_inputs
-from dos.weights.interrupted import after_interruptions
+from dos.weights.inputs import after_interruptions, serve_inputs
 from dos.weights.lost import SAID, Lost
 from dos.weights.order import UseOrder
 from dos.weights.parts import know_model
@@ -116,29 +114,12 @@ class WeightStream:
 
     def all_copies(self) -> list[Tensor]:
         """Return the copies of all blocks."""
-        return self.copies.all()
-
-    @property
-    def homes(self) -> dict[int, Tensor]:
-        """The homes by the ids of their copies."""
-        return self.copies.homes
+        return [copy for block in self.blocks for copy in block.copies]
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights on the device now; may be read from any thread."""
         return self._there.nbytes
-
-    def stalls(self) -> Sequence[tuple[Mark, Mark]]:
-        """Return where the caller's waits for weights began and ended since the last call of this."""
-        return self.fetching.stalls()
-
-    def moves(self) -> deque[Job]:
-        """Return the transfers since the last call of this, in the order of their issue."""
-        return self.fetching.moves()
-
-    def take_forwards(self) -> int:
-        """Return the number of forwards that made a graph since the last call of this."""
-        return self.forward.take_graphs()
 
     def detach(self) -> None:
         """Remove all hooks; the parameters stay where they are."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from dos.weights import interrupted
+from dos.weights import inputs
 from tests.support.blocks import RUNS, loss, net, start
 from tests.support.inside import StoppedError, stopped_at
 from tests.support.training import everything
@@ -102,8 +102,8 @@ Backward = Callable[..., Any]
 def patch_of(forget: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Callable[[Backward], Any]:
     """What runs a backward that accumulates gradients, with calls of this function alone."""
     patches: list[Callable[..., Any]] = []
-    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
-    interrupted.after_interruptions(forget)
+    monkeypatch.setattr(inputs, "replace_run_backward", patches.append)
+    inputs.after_interruptions(forget)
     return lambda backward: patches[0](backward, accumulate_grad=True)
 
 
@@ -170,8 +170,8 @@ def test_what_waits_for_the_rest_of_a_backward_that_raises_is_dropped_as_autogra
 
 def test_ctrl_c_counts_as_other_exceptions_do(monkeypatch: pytest.MonkeyPatch) -> None:
     patches, forgotten = list[Any](), list[bool]()
-    monkeypatch.setattr(interrupted, "replace_run_backward", patches.append)
-    interrupted.after_interruptions.__wrapped__(lambda: forgotten.append(True))
+    monkeypatch.setattr(inputs, "replace_run_backward", patches.append)
+    inputs.after_interruptions.__wrapped__(lambda: forgotten.append(True))
 
     def stop(**_: object) -> None:
         raise KeyboardInterrupt
