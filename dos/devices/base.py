@@ -107,6 +107,15 @@ class Mark(Protocol):
         """Return when the device reached it, by time.perf_counter; None: not yet. Does not wait."""
 
 
+class Moment(NamedTuple):
+    """A mark at a time of the host."""
+
+    seconds: float
+
+    def at(self) -> float:
+        return self.seconds
+
+
 def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return the one storage that has a tensor's values; None if there is no such storage.
 

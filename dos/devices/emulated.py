@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dos.arguments import given_bytes, whole_number
-from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, ThreadJob, memory_of
+from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, Moment, ThreadJob, memory_of
 from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
 from dos.guard import exclusive, renewed, submit
@@ -304,7 +304,7 @@ class EmulatedDevice:
         return ()  # the caller computes on its own thread: its work has ended when it returns
 
     def mark(self) -> Mark:
-        return _Moment(time.perf_counter())
+        return Moment(time.perf_counter())  # all work has ended when it is issued
 
     def copy(
         self,
@@ -374,12 +374,3 @@ class EmulatedDevice:
             return Span(LANE_OF[op], op, subgroup, start, time.perf_counter(), traffic)
 
         return ThreadJob(submit(self._streams[op], run))
-
-
-class _Moment(NamedTuple):
-    """A mark in work that has ended when it is issued."""
-
-    seconds: float
-
-    def at(self) -> float:
-        return self.seconds

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dos.devices import Mark
+from dos.devices.base import Moment
 from dos.step.iteration import Iteration
 
 FIRST_CLEAN = 2
@@ -97,7 +98,7 @@ class Pace:
         """
         self._steps += 1
         if self._queues and issued is not None and iteration.step is not None:
-            ahead = _Stretch(_Moment(issued), iteration.step, ())
+            ahead = _Stretch(Moment(issued), iteration.step, ())
             self._add(lambda seconds: self.ahead.add(seconds, self.rest.seconds / 2), ahead)
         if early is not None and iteration.step is not None:
             departure = iteration.first_departure
@@ -181,15 +182,6 @@ class Pace:
         if not forward.clean:
             self.forward.add(min(forward.seconds, min(self._cleans) if self._cleans else seconds))
         self.late_s = max(0.0, forward.seconds - self.forward.seconds)
-
-
-class _Moment(NamedTuple):
-    """A mark at a time of the host."""
-
-    seconds: float
-
-    def at(self) -> float:
-        return self.seconds
 
 
 class _Forward(NamedTuple):

@@ -56,5 +56,5 @@ def test_what_a_step_on_the_cpu_lane_executes() -> None:
     # Of several steps, because some make a new schedule: for the times that they have measured.
     codes = min(executed(6), key=len)
     files = sorted({code.co_filename.removeprefix(f"{ROOT}/") for code in codes})
-    assert len(files) <= 56, " ".join(files)  # 51 to 54, as threads come to wait
-    assert len(codes) <= 445
+    assert len(files) <= 53, " ".join(files)  # 50, and more as threads come to wait
+    assert len(codes) <= 425
