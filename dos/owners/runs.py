@@ -168,7 +168,10 @@ class Runs:
                 facts = dataclasses.replace(facts, blocks=weights.staying())  # none moves before step()
                 plan = on_device.decide(facts)
             left = facts.left(plan, stores.device.resident_bytes)
-            parts = Parts(self._ledger, plan, self._registry.accelerated, facts.workload, on_device.now, left)
+            ended = on_device.decisions.ended
+            measured = None if ended is None else ended.measured
+            of = self._registry.accelerated
+            parts = Parts(self._ledger, plan, of, facts.workload, on_device.now, left, measured)
         mode.open(self._assembly.groups, parts)
         run.gathers = on_device is not None and not on_device.activations.in_use
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from dos.devices import Caller, Device, Job
@@ -17,9 +16,9 @@ from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.ledger import Ledger
 from dos.step.work import SubgroupUpdate, Subject
-from perfmodel import Placement, Plan, Workload
+from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Tier
-from perfmodel.schedule import schedule_part
+from perfmodel.schedule import schedule_part, turns
 
 MOST_HELD = 6
 """Residents that wait for each other: one launch takes the host less time than several."""
@@ -37,44 +36,23 @@ class Final(NamedTuple):
     callers: Collection[Caller]
 
 
-class Fetches:
-    """Fetches to slots that are queued: as many as keep the link busy until the next subgroup comes.
-
-    More would stand in the way of subgroups that come later, and that forward needs sooner.
-    """
-
-    def __init__(self) -> None:
-        self._queued: deque[Job] = deque()
-        self._lasted_s = self._longest_gap_s = 0.0
-        self._came = time.perf_counter()
-
-    def subgroup_comes(self) -> None:
-        """Note that a subgroup's gradients are final."""
-        now = time.perf_counter()
-        self._longest_gap_s, self._came = max(self._longest_gap_s, now - self._came), now
-        while self._queued and has_ended(self._queued[0]):
-            with contextlib.suppress(Exception):  # raised where the step is waited for
-                span = self._queued.popleft().wait()
-                self._lasted_s = span.end - span.start
-
-    def add(self, job: Job) -> None:
-        """Add a fetch that was issued."""
-        self._queued.append(job)
-
-    @property
-    def enough(self) -> bool:
-        """Whether those behind the present one last as long as the longest gap between two subgroups."""
-        # Early in backward none has ended; what is fetched too soon then is in the way of nothing.
-        return self._lasted_s > 0 and (len(self._queued) - 1) * self._lasted_s >= self._longest_gap_s
+def turn_seconds(workload: Workload, measured: Timeline | None) -> Mapping[Placement, Sequence[float]]:
+    """Return the seconds of a slot's turn by subgroup, as fetches took in the last step; none if there were none."""
+    fetches = [] if measured is None else [span for span in measured.spans if span.op is Op.PREFETCH]
+    nbytes = sum([span.nbytes for span in fetches])
+    if not nbytes:
+        return {}
+    each_s = sum([span.duration for span in fetches]) / nbytes
+    return {Placement.GPU_STREAMED: [load.state_bytes * each_s for load in workload.subgroups]}
 
 
 class Parts:
     """Reserves the memory of one subgroup after the other, and issues their updates, by the plan of the iteration.
 
     Updates by the CPU are issued at once. Those of residents wait for the next one of the CPU, or until they are
-    MOST_HELD: one launch serves them all. Streamed subgroups wait for a slot, and until the link would have nothing to
-    do, and those first that forward needs first, whose gradients come last. What waits is issued when backward ends, or
-    the ledger settles.
+    MOST_HELD: one launch serves them all. Streamed subgroups are queued for the slots in the order in which the plan
+    was simulated (`perfmodel.schedule.turns`), behind those that have yet to come and go first, because forward needs
+    them sooner. What waits is issued when backward ends, or the ledger settles.
 
     Offloaded gradients return through a slot to state on the device, once they have arrived on the host.
 
@@ -82,9 +60,16 @@ class Parts:
     """
 
     def __init__(
-        self, ledger: Ledger, plan: Plan, subgroups: Sequence[Subgroup], workload: Workload, now: Iteration, left: float
+        self,
+        ledger: Ledger,
+        plan: Plan,
+        subgroups: Sequence[Subgroup],
+        workload: Workload,
+        now: Iteration,
+        left: float,
+        measured: Timeline | None,
     ) -> None:
-        """left: bytes of device memory for slots and for state that comes."""
+        """left: bytes of device memory for slots and for state that comes. measured: the last step, if it is known."""
         self.device: Device = ledger.device
         self.plan = plan
         self._ledger, self._workload, self._now, self._left = ledger, workload, now, left
@@ -92,13 +77,20 @@ class Parts:
         self._index = {subgroup: i for i, subgroup in enumerate(subgroups)}
         self._rank = {i: rank for rank, i in enumerate(plan.order)}
         self._returns = workload.returns
+        through = {Placement.GPU_STREAMED, *([Placement.GPU_RESIDENT] if self._returns else [])}
         self._granted = dataclasses.replace(plan, slots=max(1, plan.slots))
         self._held: list[Final] = []
         self._passing: list[Final] = []
         """Updates that wait for a slot."""
         self._busy: deque[Sequence[Job]] = deque()
         """The last jobs of each slot that was used, the oldest first."""
-        self._fetches = Fetches()
+        begin = turns(plan, workload, turn_seconds(workload, measured))
+        order = [i for i in begin if plan.placements[i] in through]
+        self._turn = {i: place for place, i in enumerate(order)}
+        self._before = dict(zip(order, accumulate(order, min, initial=len(subgroups)), strict=False))
+        """By subgroup that passes through a slot: the lowest of those that go first."""
+        self._to_come = len(subgroups)
+        """Gradients come from the last subgroup to the first: these have yet to come."""
         ledger.held = self.issue_rest
 
     def reserve(self, subgroup: Subgroup) -> Tier | None:
@@ -166,16 +158,16 @@ class Parts:
         (self._passing if self._passes(number, tier) else self._held).append(each)
         if len(self._held) == MOST_HELD or placement is Placement.CPU:
             self._issue_held()
-        self._fetches.subgroup_comes()
-        while self._passing and self._has_slot() and not self._fetches.enough:
-            arrived = [each for each in self._passing if all(map(has_ended, each.update.arriving))]
-            if not arrived:
+        self._to_come = min(self._to_come, number)
+        while self._passing:
+            each = self._first_passing()
+            waits = self._before.get(each.number, self._to_come) < self._to_come
+            if waits or not all(map(has_ended, each.update.arriving)):
                 return
-            self._issue_passing(arrived)
+            self._issue_passing(each)
 
-    def _has_slot(self) -> bool:
-        """Return whether the next fetch would find a slot that is free."""
-        return len(self._busy) < len(self._ledger.stores.device.slots) or all(map(has_ended, self._busy[0]))
+    def _first_passing(self) -> Final:
+        return min(self._passing, key=lambda each: self._turn.get(each.number, 0))
 
     def _passes(self, i: int, tier: Tier) -> bool:
         """Return whether the state of a subgroup, which is in this tier, or its gradients pass through a slot."""
@@ -188,22 +180,20 @@ class Parts:
         """Issue the updates that wait. Raises as `add`."""
         self._issue_held()
         while self._passing:
-            self._issue_passing(self._passing)
+            self._issue_passing(self._first_passing())
 
     def _issue_held(self) -> None:
         held, self._held = self._held, []
         if held:
             self._issue(held)
 
-    def _issue_passing(self, some: Sequence[Final]) -> None:
-        """Issue the first of these, which wait for a slot, as forward needs them. Blocks until its gradients arrive."""
-        store, each = self._ledger.stores.device, min(some, key=lambda each: each.number)
+    def _issue_passing(self, each: Final) -> None:
+        """Issue one of those that wait for a slot. Blocks until its gradients arrive."""
+        store = self._ledger.stores.device
         self._passing.remove(each)
         # The schedule of one subgroup takes the first slot: let that be the one that was used longest ago.
         behind = self._busy.popleft() if len(self._busy) == len(store.slots) else ()
-        issued = 0 if self._ledger.step is None else len(self._ledger.step.jobs)
         step = self._issue([each], behind, each.update.arriving)
-        self._fetches.add(step.jobs[issued])
         self._busy.append(step.jobs[-1:])  # the flush, behind which the slot is free
         store.slots.append(store.slots.pop(0))
 

@@ -12,7 +12,6 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from dos import DOSAdam
 from dos.in_backward import InBackward, Run
 from dos.step.ledger import Ledger
-from dos.step.parts import MOST_HELD, Fetches
-from perfmodel import Lane, Op, Span
+from dos.step.parts import MOST_HELD, turn_seconds
+from perfmodel import Lane, Op, Placement, Span, Timeline, Workload
 from tests.support.clock import WAIT_S
 from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
@@ -162,46 +161,33 @@ def test_offloaded_gradients_return_to_all_residents(parts: list[list[int]]) -> 
     assert sorted(i for part in parts for i in part) == [0, 0, 1, 1]
 
 
-def test_streamed_subgroups_wait_for_a_slot(parts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are left when backward ends come in the order in which forward needs them."""
-    monkeypatch.setattr("dos.step.parts.has_ended", lambda job: False)  # as if each slot were busy until then
-    trained(mlp(width=60), "backward", "stride:1", steps=2)
-    order = [i for part in parts for i in part]
-    assert sorted(order) == [*range(len(order))]
-    left = order[order.index(0) :]
-    assert left == sorted(left)
-    assert len(left) >= 3
-
-
-def test_what_the_link_does_not_need_yet_waits_although_a_slot_is_free(
-    parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [5, 3, 1, 0, 2, 4], [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("frozen", [None, 4])
+def test_streamed_subgroups_are_queued_in_the_order_that_was_simulated(
+    order: list[int], frozen: int | None, parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be in the way of subgroups that forward needs sooner."""
-    monkeypatch.setattr(Fetches, "enough", True)
-    trained(mlp(width=60), "backward", "stride:1", steps=2)
-    order = [i for part in parts for i in part]
-    assert order == [*range(len(order))]
-    assert len(order) >= 4
+    """As soon as none that goes first has yet to come, however far the host is ahead of the device."""
+    monkeypatch.setattr("dos.step.parts.turns", lambda *_: order)
+    monkeypatch.setattr("dos.step.parts.has_ended", lambda job: False)
+    monkeypatch.setattr(InBackward, "issue_rest", lambda mode: None)  # nothing is left for it
+    layers = [nn.Linear(24, size, bias=False) for size in (24, 24, 24, 24, 24, 7)]
+    model = nn.Sequential(*layers)
+    optimizer = attached(model, place="stride:1", subgroup_size=24 * 24)
+    for step in range(4):
+        parts.clear()
+        if step == 2 and frozen is not None:
+            layers[frozen].requires_grad_(False)
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert [i for part in parts for i in part] == [i for i in order if i != frozen]
 
 
-def test_as_much_is_fetched_ahead_as_lasts_until_the_next_subgroup_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr("dos.step.parts.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    ended: list[Any] = []
-    monkeypatch.setattr("dos.step.parts.has_ended", lambda job: any(job is each for each in ended))
-    jobs = [SimpleNamespace(wait=lambda: Span(Lane.H2D, Op.PREFETCH, 0, 0.0, 2.0)) for _ in range(9)]
-    fetches = Fetches()
-    for at, job in zip((0.0, 5.0, 5.0, 5.0), jobs[:4], strict=False):  # gaps of up to 5 s
-        now[0] = at
-        fetches.subgroup_comes()
-        assert not fetches.enough, "no fetch has ended"
-        fetches.add(job)
-    ended += jobs[:2]
-    fetches.subgroup_comes()
-    for job in jobs[4:6]:
-        assert not fetches.enough
-        fetches.add(job)
-    assert fetches.enough, "three times 2 s behind the present one, which may end at once"
+def test_a_turn_of_a_slot_lasts_as_long_as_the_last_fetches() -> None:
+    work = Workload.of_sizes([10, 20])
+    spans = [(Op.PREFETCH, 0.0, 1.0, 100), (Op.PREFETCH, 3.0, 6.0, 300), (Op.PARAMETER, 0.0, 9.0, 7)]
+    measured = Timeline.of(Span(Lane.H2D, op, 0, start, end, nbytes) for op, start, end, nbytes in spans)
+    assert turn_seconds(work, measured) == {Placement.GPU_STREAMED: [load.state_bytes / 100 for load in work.subgroups]}
+    assert turn_seconds(work, None) == turn_seconds(work, Timeline.of(())) == {}
 
 
 @pytest.mark.parametrize("policy", ["cpu", "stride:2"])
