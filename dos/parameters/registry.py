@@ -74,8 +74,8 @@ class Registry:
         self.homes = Homes(self.host_store)
         self.lasting_bytes = 0
         self.offloaded = OffloadedGradients(self.host_store, enabled=options.offload_gradients)
-        self._promised: dict[bool, dict[int, int]] = {True: {}, False: {}}
-        """Host bytes that state will take, by parameter; under False, of parameters on the host that have none yet."""
+        self._promised: dict[int, tuple[bool, int]] = {}
+        """By parameter: whether it is on the device, and the host bytes of its state; on the host, until it has any."""
         self.watches_host = False
         self._loads: tuple[SubgroupLoad, ...] | None = None
         self.expected = 0
@@ -103,7 +103,7 @@ class Registry:
     @property
     def bytes_to_come(self) -> int:
         """Bytes of host memory that state may take in addition to those that it takes now."""
-        return max(0, sum(sum(each.values()) for each in self._promised.values()) - self.host_store.nbytes)
+        return max(0, sum(nbytes for _, nbytes in self._promised.values()) - self.host_store.nbytes)
 
     def loads(self) -> tuple[SubgroupLoad, ...]:
         """Return the accelerated subgroups as the performance model sees them."""
@@ -134,13 +134,11 @@ class Registry:
         for parameter in ready:
             check_kind(parameter, group, self.devices, self._options.rule)
         there = {p: self.devices.holds(p) for p in group["params"] if not is_lazy(p)}  # raises where it cannot be
-        promised = {on_device: dict(each) for on_device, each in self._promised.items()}
-        for p in ready:
-            if id(p) not in self.records:
-                promised[there[p]][id(p)] = self._allocation.host_bytes(p, group)
-        in_place = sum(promised[False].values())
+        new = [p for p in ready if id(p) not in self.records]
+        promised = self._promised | {id(p): (there[p], self._allocation.host_bytes(p, group)) for p in new}
+        in_place = sum(nbytes for on_device, nbytes in promised.values() if not on_device)
         taken = self.host_store.nbytes + (self.lasting_bytes if self.devices.shares_host_memory else 0)
-        needed = in_place + sum(promised[True].values()) - taken
+        needed = sum(nbytes for _, nbytes in promised.values()) - taken
         if not any(map(is_sharded, ready)):
             needed //= ranks_that_will_divide()
         mapped = sum(
@@ -188,9 +186,8 @@ class Registry:
         """Watch no other parameters than these and those with a record, and expect no state of others."""
         kept = {*map(id, parameters), *self.records}
         self.watching.keep(kept)
-        for each in self._promised.values():
-            for gone in each.keys() - kept:
-                del each[gone]
+        for gone in self._promised.keys() - kept:
+            del self._promised[gone]
 
     def _refuse_replaced(self, groups: Iterable[Group]) -> None:
         """Raise RuntimeError if DTensors have replaced parameters, and get the gradients instead."""
@@ -274,9 +271,9 @@ class Registry:
             self.wrapped |= any(record.wrapped for record in records)
             self.records.update({id(record.parameter): record for record in records})
             for key in nbytes:
-                self._promised[False].pop(key, None)
+                self._promised.pop(key, None)
                 if self.records[key].arena.accelerated:
-                    self._promised[True][key] = nbytes[key]
+                    self._promised[key] = True, nbytes[key]
             self.reindex()
         for record in records:
             self.watching.watch(record.parameter, record.arena.accelerated or self.watches_host)

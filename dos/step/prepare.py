@@ -12,6 +12,7 @@ import torch
 from dos.state.subgroup import Subgroup
 from dos.state.windows import window_bytes
 from dos.step.ledger import Ledger
+from dos.step.transit import wait_for_all
 from dos.step.work import Subject
 from perfmodel import Placement, Plan, Workload
 from perfmodel.plan import Tier
@@ -170,7 +171,7 @@ class Preparation:
         windows = stores.host.windows
         if not windows.fit(self._windows, self._nbytes):
             if self._windows * self._nbytes - windows.nbytes > stores.host.room:
-                self._transits.wait()  # gradients may be in transit to a home that is dropped below
+                wait_for_all(self._transits.all)  # gradients may be in transit to a home that is dropped below
                 at_home = [i for i, each in enumerate(before) if each.state is Tier.HOST is not plan.stays(i)]
                 housed = [i for i in at_home if stores.host.has(subjects[i].subgroup)]
                 stores.to_disk([subjects[i].subgroup for i in housed], Tier.HOST)

@@ -158,10 +158,6 @@ class Transits:
         self.filled = {}
         self._stores.device.release_slots()
 
-    def wait(self) -> None:
-        """Block until the transits have ended, so that memory to which they copy can be released."""
-        wait_for_all(self.all)
-
     def adopt(self, plan: Plan, subjects: Sequence[Adopting]) -> list[tuple[int, Transit]]:
         """Hand the transits that the step uses over to it; return them, each with the index of its subgroup."""
         used: list[tuple[int, Transit]] = []
