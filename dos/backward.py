@@ -111,7 +111,7 @@ class Backward:
         # Weights and offloaded gradients move in all of backward. Others may, if no gradient has come too late so far.
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
         if self.weights is None and not self.updates:
-            late = self.now.travels or 2 * self.now.left > self.now.gradients
+            late = self.now.several_ranks or 2 * self.now.left > self.now.gradients
             if late or reduced_parameters():
                 backward_s = pace.backward.seconds
             # Not how long it lasted from the first one that left: a plan that sends few of them chooses when that is,
@@ -202,7 +202,7 @@ class Backward:
             if is_last or time.perf_counter() >= memory.due:  # asked here, because each gradient calls this
                 memory.sample(always=is_last)
         else:
-            now.backward, now.travels = self.device.mark(), several_ranks()
+            now.backward, now.several_ranks = self.device.mark(), several_ranks()
             self.decisions.refine()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             memory.enter(Op.BACKWARD)
@@ -216,7 +216,7 @@ class Backward:
             return True
         if record.leaf is not record.parameter:
             return False
-        return not record.sharded and (self.now.travels or id(record.parameter) in reduced_parameters())
+        return not record.sharded and (self.now.several_ranks or id(record.parameter) in reduced_parameters())
 
     def is_final(self, record: ParameterRecord) -> bool:
         """Return whether the step will use the gradient that backward has just written, so that it may be sent."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dos.activations.pool import HostPool
-from dos.activations.saved import AT_ONCE, MOST, Kept, Node, Packed, Range, Saved, SavedByForward, Travelling
+from dos.activations.saved import AT_ONCE, MOST, CopiesInFlight, Kept, Node, Packed, Range, Saved, SavedByForward
 from dos.arguments import is_number, share_or_count
 from dos.devices import Device, Job, Mark, memory_of
 from dos.guard import outer_hook
@@ -102,7 +102,7 @@ class ActivationOffload:
         """Bytes of tensors for which the pool had no block, until they are collected."""
         self._collected: deque[int] = deque()
         """Bytes of those that were collected since; by any thread, so that only appending is safe there."""
-        self._travelling = Travelling()
+        self._in_flight = CopiesInFlight()
         self._wanted = 0
         """The most bytes that would have been on the host at a time with a pool large enough."""
         total = device.memory().total
@@ -120,7 +120,7 @@ class ActivationOffload:
 
     def follow_plan(self, plan: Plan | None) -> None:
         """Follow the plan, and resize the pool. Called between iterations: pinning takes long, and other ranks wait."""
-        self._travelling.release_lost(self.device)
+        self._in_flight.release_lost(self.device)
         if self._timed is not None and not self._groups:
             self._groups = self._timed.groups()
         if plan is not None and self._told:
@@ -314,7 +314,7 @@ class ActivationOffload:
         where, node = _range(part), _node()
         saved = forward.find(where, tensor)
         if saved is None:
-            saved = Saved(self.device, part, where, self._travelling)
+            saved = Saved(self.device, part, where, self._in_flight)
             forward.add(saved)
             if forward.timed:
                 forward.marks.append(self.device.mark())

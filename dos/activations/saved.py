@@ -49,9 +49,9 @@ class Saved:
     # `restore` starts the copy into other memory, `read` makes tensors of that, and releases it when backward has read
     # all of them; with retain_graph it is restored again. User code may discard the graph at any point: `__del__` then
     # keeps the memory until copies that still use it have ended.
-    def __init__(self, device: Device, part: Tensor, where: Range, travelling: Travelling) -> None:
+    def __init__(self, device: Device, part: Tensor, where: Range, in_flight: CopiesInFlight) -> None:
         """where: bytes of the storage of `part`."""
-        self._travelling, self._reference = travelling, weakref.ref(self)
+        self._in_flight, self._reference = in_flight, weakref.ref(self)
         storage = part.untyped_storage()
         self._device = device
         self.where = where
@@ -120,7 +120,7 @@ class Saved:
         saving = self._device.copy(Op.SAVE, self.place or 0, copies, (*self._device.fence(self._callers), *after))
         self._host = block, saving
         # The copy reads the memory until it ends, even if user code discards the graph before.
-        self._travelling[self._reference] = self._source, Op.SAVE
+        self._in_flight[self._reference] = self._source, Op.SAVE
         return saving
 
     def release(self) -> None:
@@ -129,7 +129,7 @@ class Saved:
         assert self._source is not None, "it is there until now"
         if self.emptied:  # perhaps while the copy ran, which may have read other bytes: the owner fills it again
             self._host = None
-            self._travelling.pop(self._reference, None)
+            self._in_flight.pop(self._reference, None)
             return
         if self._device.caller() == self._queue:
             # The allocator may give the memory to the caller's next work, while the copy still reads it.
@@ -138,7 +138,7 @@ class Saved:
             # The memory belongs to another queue, and a join would order this one. The allocator waits for the copy
             # instead.
             self._device.keep(self._source, Op.SAVE)
-        self._travelling.pop(self._reference, None)
+        self._in_flight.pop(self._reference, None)
         self._source = None
 
     def restore(self) -> Job:
@@ -154,7 +154,7 @@ class Saved:
         copies = [(buffer[lead:], block.tensor)]
         restoring = self._device.copy(Op.RESTORE, self.place or 0, copies, after)
         # The copy writes the memory until it ends, even if user code discards the graph before.
-        self._travelling[self._reference] = buffer, Op.RESTORE
+        self._in_flight[self._reference] = buffer, Op.RESTORE
         self._back = buffer, restoring
         return restoring
 
@@ -170,7 +170,7 @@ class Saved:
             return tensor.made_of(memory, 0)
         # Backward reads the bytes that the copy writes. From here on the order of this queue protects the memory.
         self._device.join(self._back[1])
-        self._travelling.pop(self._reference, None)
+        self._in_flight.pop(self._reference, None)
         found = tensor.made_of(memory, self._first - self._first % ALIGNMENT)
         self._used += 1
         if self._used >= self.tensors:  # autograd has read all tensors; with retain_graph it may read them again
@@ -180,10 +180,10 @@ class Saved:
 
     def __del__(self) -> None:
         if self._host is not None:
-            self._travelling.release(self._reference, self._device)
+            self._in_flight.release(self._reference, self._device)
 
 
-class Travelling(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
+class CopiesInFlight(dict["weakref.ref[Saved]", tuple[Tensor, Op]]):
     """Device memory that copies read or write, where no queue of the caller is ordered behind the copy."""
 
     def release(self, reference: weakref.ref[Saved], device: Device) -> None:

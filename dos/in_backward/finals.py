@@ -97,7 +97,7 @@ class Finals:
         """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
         registry = self._registry
         self.parts, self._learned = parts, learned
-        self._given, self._inputs = [None] * registry.numbered, [None] * registry.numbered
+        self._given, self._inputs = [None] * registry.records_made, [None] * registry.records_made
         awaiting = {subgroup: _Awaiting(subgroup) for subgroup in (*registry.on_host, *registry.accelerated)}
         extra = [frozenset(self._rule.extra(group)) for group in groups]
         of_parameter = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}

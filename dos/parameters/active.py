@@ -73,7 +73,7 @@ class Steady:
         self.members = members
         self._registry, self._groups, self._extras = registry, [*groups], extras
         self._parameters = [[*group["params"]] for group in groups]
-        self._numbered = registry.numbered, len(registry.records)
+        self._records_made = registry.records_made, len(registry.records)
         self._records = [record for record, _ in members]
         self._with = [record.parameter for record in self._records]
         own = set(map(id, self._with))
@@ -96,7 +96,7 @@ class Steady:
         state: compared with the records; None: nobody can have changed an entry.
         """
         registry, records, own = self._registry, self._records, self._with
-        if (registry.numbered, len(registry.records)) != self._numbered or extras != self._extras:
+        if (registry.records_made, len(registry.records)) != self._records_made or extras != self._extras:
             return None
         if not same(groups, self._groups):
             return None
@@ -143,7 +143,7 @@ def updates_of(active: Active, registry: Registry, scales: float | Sequence[floa
     else:
         settings, gradients = _alike(given, count, registry, scales)
     updates = {}
-    any_written, complete = settled < len(members), len(members) == registry.numbered
+    any_written, complete = settled < len(members), len(members) == registry.records_made
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
         there = registry.offloaded.enabled and subgroup.arena.accelerated
         update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there, written=any_written, complete=complete)
@@ -163,7 +163,7 @@ def _alike(given: Given, count: float, registry: Registry, scale: float) -> tupl
     never = itertools.repeat(False)
     masters: Iterable[bool] = steady.masters_written if steady.with_masters else never
     inputs = zip(given.gradients, given.addresses, steady.which, never, never, masters, given.forms, strict=False)
-    gradients: list[Input | None] = [None] * registry.numbered
+    gradients: list[Input | None] = [None] * registry.records_made
     for number, each in zip(steady.numbers, map(new_input, inputs), strict=True):
         gradients[number] = each
     return settings, gradients
@@ -199,7 +199,7 @@ def _each_with_its_settings(
         forms,
         strict=False,
     )
-    gradients: list[Input | None] = [None] * registry.numbered
+    gradients: list[Input | None] = [None] * registry.records_made
     for record, each in zip(records, inputs, strict=True):
         gradients[record.number] = new_input(each)
     return settings, gradients

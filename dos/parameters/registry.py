@@ -35,7 +35,7 @@ class Registry:
 
     No reference leads back to the optimizer, so that state is released as soon as the optimizer is.
 
-    records: by the id of the parameter, which the record keeps alive. numbered: the number of records ever made,
+    records: by the id of the parameter, which the record keeps alive. records_made: the number of records ever made,
         forgotten ones included.
     accelerated: the subgroups whose parameters are on the accelerator; index: their positions, which a Plan uses.
     on_host: the subgroups whose parameters are on the host.
@@ -64,7 +64,7 @@ class Registry:
         self._agreed = self._divided = False
         """Whether all ranks have the same parameters and settings, as far as is known."""
         self.records: dict[int, ParameterRecord] = {}
-        self.numbered = 0
+        self.records_made = 0
         self.wrapped = False
         self.accelerated: list[Subgroup] = []
         self.on_host: list[Subgroup] = []
@@ -257,7 +257,7 @@ class Registry:
         records: list[ParameterRecord] = []
         subgroups: list[Subgroup] = []
         for run, group in runs:
-            made, cut = self._allocation.make_arena(run, group, self.numbered + len(records), size)
+            made, cut = self._allocation.make_arena(run, group, self.records_made + len(records), size)
             records += made
             subgroups += cut
         with self._guard.change():
@@ -267,7 +267,7 @@ class Registry:
                 for piece in subgroup.pieces:
                     self.places[piece.record].append((subgroup, piece))
                 (self.accelerated if subgroup.arena.accelerated else self.on_host).append(subgroup)
-            self.numbered += len(records)
+            self.records_made += len(records)
             self.wrapped |= any(record.wrapped for record in records)
             self.records.update({id(record.parameter): record for record in records})
             for key in nbytes:

@@ -44,7 +44,7 @@ class DeviceStore:
         self.device = device
         self.nbytes = 0
         self.resident_bytes = 0
-        self._passing: dict[Subgroup, State] = {}
+        self._in_slots: dict[Subgroup, State] = {}
         """State that passes through a slot, by subgroup."""
         self._expected = False
         self._logged = False
@@ -94,7 +94,7 @@ class DeviceStore:
         """Return the subgroup's state in its room, or in the slot that it occupies."""
         if subgroup.arena.tier is Tier.DEVICE:
             return subgroup.state
-        return self.resident[subgroup].state if subgroup in self.resident else self._passing[subgroup]
+        return self.resident[subgroup].state if subgroup in self.resident else self._in_slots[subgroup]
 
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
@@ -105,7 +105,7 @@ class DeviceStore:
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Let the subgroup's state pass through this slot, until slots are released."""
-        self._passing[subgroup] = subgroup.state.carve(self.slots[slot])
+        self._in_slots[subgroup] = subgroup.state.carve(self.slots[slot])
 
     def gradient_part(self, subgroup: Subgroup, slot: int) -> Tensor:
         """Return the part of a slot that the subgroup's state does not take."""
@@ -122,7 +122,7 @@ class DeviceStore:
 
     def release_slots(self) -> None:
         """Release the slots. No transfer in flight may use them."""
-        self._passing = {}
+        self._in_slots = {}
         while self.slots:
             slot = self.slots.pop()
             self.nbytes -= slot.nbytes

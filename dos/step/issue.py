@@ -64,9 +64,9 @@ class Step:
     backward: the work that the caller had queued on the device when the step was issued.
     last: the last job of each stream that uses slots or the rooms that state leaves. Streams are in order, so that no
         job uses them after these.
-    ordered: a mark where the caller's work on the device continues behind the step, if it does.
-    vacated: subgroups, each with the store whose room its state leaves in this step.
-    homes: the same where there is a disk and the state leaves its home there or on the host for the other.
+    caller_resumed: a mark where the caller's work on the device continues behind the step, if it does.
+    rooms_to_free: subgroups, each with the store whose room its state leaves in this step.
+    stale_homes: the same where there is a disk and the state leaves its home there or on the host for the other.
     joined: the subgroups behind whose update a queue of the caller was ordered.
     ran: when the schedule's tasks ran, once `timeline` was called; origin: its 0, on the clock of time.perf_counter.
     """
@@ -88,21 +88,21 @@ class Step:
         self.joined: set[Subgroup] = set()
         self.ran = Timeline(())
         self.origin = iteration.started
-        self.ordered: Mark | None = None
+        self.caller_resumed: Mark | None = None
         self.jobs = [*self._begun]
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
         fetched = [transit.job for transit in begun if transit.slot is not None]
         self.last = {Stream.PREFETCH: fetched[-1]} if fetched else {}
-        self.vacated: list[tuple[Subgroup, Store]] = []
-        self.homes: list[tuple[Subgroup, Store]] = []
+        self.rooms_to_free: list[tuple[Subgroup, Store]] = []
+        self.stale_homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
         self._subjects: Mapping[int, Subject] = dict(enumerate(subjects))
         self._unseen = unseen
         self._early = () if unseen is None else unseen.early
-        self._promised = set[Stream]()
+        self._deferred = set[Stream]()
         self._apart: Callable[[Callable[[], None]], object] | None = None
         self._compared = set[int]()
         """The subgroups whose parameters are compared in the job that copies their gradients."""
@@ -114,7 +114,7 @@ class Step:
         ops = Counter(task.op.value for task in self.schedule.tasks[self.schedule.under_way + 1 :])
         issued = ", ".join(f"{count} {op}" for op, count in ops.items()) or "nothing"
         ended = sum(upload.done() for upload in self.uploads)
-        caller = "" if self.ordered is None else f", the caller is {'past it' if self.through else 'behind it'}"
+        caller = "" if self.caller_resumed is None else f", the caller is {'past it' if self.through else 'behind it'}"
         return f"<Step: issued {issued}; the CPU lane has ended {ended} of {len(self.uploads)} turns{caller}>"
 
     def issue_part(
@@ -183,7 +183,7 @@ class Step:
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.vacated = [*self.vacated, *self._vacated()]
+        self.rooms_to_free = [*self.rooms_to_free, *self._left_rooms()]
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = {}
         self._compared.clear()
@@ -193,7 +193,7 @@ class Step:
     def through(self) -> bool:
         """Whether a step behind which the caller's work was ordered has ended, or failed. Does not wait."""
         try:
-            return self.ordered is not None and self.ordered.at() is not None
+            return self.caller_resumed is not None and self.caller_resumed.at() is not None
         except Exception:
             return True  # the failure is raised where the jobs are waited for
 
@@ -314,9 +314,9 @@ class Step:
         """
         disk, submit = self._stores.disk, self._apart if stream is Stream.GRADIENT else None
         if submit is None:
-            if disk is None or not (stream in self._promised or any(map(on_disk, after))):
+            if disk is None or not (stream in self._deferred or any(map(on_disk, after))):
                 return issue(after)
-            self._promised.add(stream)
+            self._deferred.add(stream)
             submit = disk.reading.submit
         later: Future[Job] = Future()
 
@@ -341,8 +341,8 @@ class Step:
             if update is not None and not update.at_home:
                 update.place = window
 
-    def _vacated(self) -> Iterator[tuple[Subgroup, Store]]:
-        """Yield the rooms that state leaves in this step, except homes, which stay, or are listed in `homes`."""
+    def _left_rooms(self) -> Iterator[tuple[Subgroup, Store]]:
+        """Yield the rooms that state leaves in this step, except homes, which stay, or are `stale_homes`."""
         ways: dict[int, Move] = {}
         for task in self.schedule.tasks:
             if task.move is not None and task.subgroup is not None:
@@ -351,7 +351,7 @@ class Step:
             subgroup = self._subjects[i].subgroup
             home = self._stores.disk is not None and self._stores.host.has(subgroup)
             if home and (way == Move(Tier.DISK, Tier.HOST) or way.source is Tier.HOST is not way.destination):
-                self.homes.append((subgroup, self._stores.of[way.source]))
+                self.stale_homes.append((subgroup, self._stores.of[way.source]))
             elif way.source not in (way.destination, subgroup.arena.tier, Tier.DISK):
                 yield subgroup, self._stores.of[way.source]
 

@@ -39,7 +39,7 @@ class Iteration:
     forward: marks the return of the step before; backward: the first gradient; first_departure: the first gradient that
         was sent to the host; step: the call of step(). Marks in the caller's work; None: it has not come there.
     gradients: the number of gradients that backward has written. left: of them, those that stay in `p.grad` until the
-        step. travels: whether they may change after its hooks, because there are other ranks.
+        step. several_ranks: whether other ranks may change them after its hooks.
     issued: the plan of the step. started: when `step()` prepared it, on the clock of time.perf_counter.
     alone: whether only the step's own work, all of which is measured, ran beside it, so that the profile can learn.
     workload: the one for which the last plan was made. withheld: see MemoryMonitor, at that time.
@@ -58,7 +58,7 @@ class Iteration:
         self.step: Mark | None = None
         self.started = 0.0
         self.gradients = self.left = 0
-        self.travels = False
+        self.several_ranks = False
         self.issued: Plan | None = None
         self.alone = True
         self.workload: Workload | None = None

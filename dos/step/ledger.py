@@ -198,7 +198,7 @@ class Ledger:
         if turns is None or step is None:
             return
         # Without any of these the host has no part in the step, and the next step may be queued behind it.
-        if step.vacated or step.homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
+        if step.rooms_to_free or step.stale_homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
             self._begin_lane()
         turns.close()
         self._turns = None
@@ -278,10 +278,10 @@ class Ledger:
             with contextlib.suppress(Exception):  # raised by `settle`, which waits for the same jobs
                 job.wait()
         self.stores.device.release_slots()
-        for subgroup, store in step.vacated:
+        for subgroup, store in step.rooms_to_free:
             store.drop(subgroup)
         # The caller's thread trims later: trimming waits for the device, which runs the next forward now.
-        self.trims |= bool(step.vacated)
+        self.trims |= bool(step.rooms_to_free)
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
@@ -355,7 +355,7 @@ class Ledger:
             self._join(dict.fromkeys(step.done.values()))
             if self._lane_done is not None:
                 self._lane_done.result()  # releases slots and rooms, whose memory the next forward may need
-            step.ordered = self.device.mark()
+            step.caller_resumed = self.device.mark()
 
     def queue(self) -> bool:
         """Queue this step, so that another may begin before it has ended; return False if `settle` is needed instead.
@@ -367,7 +367,7 @@ class Ledger:
         self._read_queued(wait=False)
         step, others = self.step, self.in_place.running or self.transits.all or self._lane_done
         # The host's work for a step is in no queue of the device: another step could overtake it.
-        if step is None or others or step.ordered is None or step.through:
+        if step is None or others or step.caller_resumed is None or step.through:
             return False
         self._queued.append(step)
         self.step = None
@@ -417,7 +417,7 @@ class Ledger:
             errors = []  # of gradients that no step uses; a step that uses them raises
         elif not errors:
             # Only now, and only without errors: where a transfer has failed, the old home has the only whole state.
-            for subgroup, home in step.homes:
+            for subgroup, home in step.stale_homes:
                 home.drop(subgroup)
         # After all waits: if Ctrl-C ends one of them, the next call waits again.
         self.transits.all = []

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dos import DOSAdam
-from dos.activations.saved import Saved, Travelling
+from dos.activations.saved import CopiesInFlight, Saved
 from dos.gradients import offload
 from dos.gradients.offload import OffloadedGradients
 from dos.owners.waiting import Waiting
@@ -238,7 +238,7 @@ FAULTS = [
     Fault(Saved, "release", "self._device.join(self._host[1])", "pass", saved_tensors),
     Fault(Saved, "restore", "(*self._device.fence([self._queue]), saving)", "(saving,)", saved_tensors),
     Fault(Saved, "read", "self._device.join(self._back[1])", "pass", saved_tensors, True),
-    Fault(Travelling, "release", "device.keep(*lost)", "pass", saved_tensors),
+    Fault(CopiesInFlight, "release", "device.keep(*lost)", "pass", saved_tensors),
     Fault(Block, "fetch", "(*self._device.fence([self._queue]), *after)", "after", weights_on_host),
     Fault(Block, "fetch", "(*self._device.fence([self._queue]), *after)", "()", weights_streamed, True),
     Fault(Block, "join", "self._device.join(self._job)", "pass", weights_on_host),

@@ -141,10 +141,10 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
 
     @around(patch, Saved, "__del__")
     def discard(checker: Checker, plain: Any, self: Any) -> None:
-        lost = self._travelling.get(self._reference)
+        lost = self._in_flight.get(self._reference)
         found = None if lost is None else checker.range_of(lost[0])
         plain()
-        if self._reference not in self._travelling:
+        if self._reference not in self._in_flight:
             checker.release(found)
 
     @around(patch, Block, "__del__")
