@@ -114,6 +114,7 @@ class Ledger:
         """Release the state of these, whose parameters are forgotten."""
         # Transits and the last step may still read or write the memory that is released below.
         self.cancel_all()
+        self.stores.drop_empty()
         for subgroup in subgroups:
             for tier, store in self.stores.of.items():
                 if tier is not subgroup.arena.tier and store.has(subgroup):
