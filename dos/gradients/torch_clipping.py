@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dos.gradients.clipping import clip_factor
+from dos.guard import warn
 from dos.sharding.local import as_replicated, is_sharded, whole
 from dos.torch_internals.patches import replace_clipping
 
@@ -65,6 +67,12 @@ def _clip_grad_norm(
 ) -> Tensor:
     """Clip as torch does, and offloaded gradients, too: their factor is folded into the update."""
     found = _as_list(parameters)
+    if max_norm == math.inf and not error_if_nonfinite and _are_updated(found):
+        warn(
+            "torch.nn.utils.clip_grad_norm_ was asked for the norm of gradients that attach(updates='backward') has "
+            "used already; it is given as NaN, and nothing is clipped, as max_norm=inf says"
+        )
+        return torch.full((), math.nan, device=found[0].device)
     _refuse_updated(found, "clip_grad_norm_")
     sessions = [session for session in list(_sessions) if session.edits.may_have_offloaded(found)]
     if not sessions:
@@ -134,8 +142,12 @@ def _refuse_offloaded(parameters: Sequence[Tensor], function: str, why: str) -> 
         )
 
 
+def _are_updated(parameters: Sequence[Tensor]) -> bool:
+    return any(session.edits.updates_any(parameters) for session in list(_sessions))
+
+
 def _refuse_updated(parameters: Sequence[Tensor], function: str) -> None:
-    if any(session.edits.updates_any(parameters) for session in list(_sessions)):
+    if _are_updated(parameters):
         raise RuntimeError(
             f"torch.nn.utils.{function} comes too late: attach(updates='backward') uses gradients while backward runs, "
             "when the norm of all of them is not known; train without clipping (max_grad_norm=0 or None in a trainer), "

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor, nn
 
 from dos import DOSAdam
-from tests.support.training import everything, loss_of, mlp
+from tests.support.training import assert_close_ulp, batch, everything, loss_of, mlp
 
 
 def test_accelerates_accumulation_needs_no_code() -> None:
@@ -25,3 +30,44 @@ def test_accelerates_accumulation_needs_no_code() -> None:
         assert float(optimizer.state_dict()["state"][0]["step"]) == 4
         found.append(everything(model, optimizer))
     assert found[0] == found[1]
+
+
+class Regression(nn.Module):
+    """As Trainer wants a model: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(inputs).square().mean()}
+
+
+def by_trainer(kind: Any, folder: Path, resume: Path | None = None) -> tuple[list[float], list[Tensor]]:
+    """The norms that were logged, and the parameters after training, or after going on from a checkpoint."""
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        str(folder), learning_rate=1e-2, max_steps=4, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        logging_steps=1, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, max_grad_norm=0,
+    )  # fmt: skip
+    data = [{"inputs": batch(seed)} for seed in range(8)]
+    trainer = transformers.Trainer(
+        Regression(), arguments, train_dataset=data, optimizer_cls_and_kwargs=(kind, {"lr": 1e-2})
+    )
+    optimizer = trainer.create_optimizer()
+    if kind is DOSAdam:
+        optimizer.attach(trainer.model, updates="backward")
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    return norms, list(trainer.model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_trainer_asks_for_norms_that_nobody_knows(tmp_path: Path) -> None:
+    """For its log alone, with `max_grad_norm=0`; it trains as with AdamW, and goes on from what it has saved."""
+    norms, expected = by_trainer(torch.optim.AdamW, tmp_path / "adamw")
+    for resume in (None, tmp_path / "dos" / "checkpoint-2"):
+        found, ends = by_trainer(DOSAdam, tmp_path / "dos", resume)
+        assert_close_ulp(ends, expected)
+        assert len(norms) == 4
+        assert torch.tensor(found).isnan().all()

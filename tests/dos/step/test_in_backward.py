@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import itertools
+import math
 import os
 import signal
 import threading
@@ -574,6 +575,25 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     with pytest.raises(RuntimeError, match=message):
         refused_step(optimizer, model, how)
     assert not first or bits(model.parameters()) == before
+
+
+def test_a_norm_that_is_only_asked_for_is_unknown() -> None:
+    model = mlp()
+    optimizer = attached(model)
+    for step in range(2):
+        loss_of(model, step).backward()
+        with pytest.warns(UserWarning, match="it is given as NaN, and nothing is clipped"):
+            assert nn.utils.clip_grad_norm_(model.parameters(), math.inf).isnan()
+        with pytest.raises(RuntimeError, match="comes too late"):
+            nn.utils.clip_grad_norm_(model.parameters(), math.inf, error_if_nonfinite=True)
+        optimizer.step()
+    twin = mlp()
+    plain = attached(twin, "step")
+    for step in range(2):
+        plain.zero_grad()
+        loss_of(twin, step).backward()
+        plain.step()
+    assert everything(model, optimizer) == everything(twin, plain)
 
 
 @pytest.mark.parametrize("kept", [True, False])
