@@ -198,7 +198,6 @@ class DOSAdam(Optimizer):
         """
         loss = None
         if closure is not None:
-            self._session.runs.refuse_closure()
             with torch.enable_grad():
                 loss = closure()
         # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may

@@ -88,11 +88,6 @@ STATE_READ = (
     "ended that iteration, as attach(updates='backward') says; call optimizer.step() first"
 )
 
-CLOSURE = (
-    "step(closure) would call a backward, which updates parameters by itself, as attach(updates='backward') says; call "
-    "backward and then step(), or attach the model without updates="
-)
-
 TOUCHED = (
     "the gradients are used while backward runs, as attach(updates='backward') says, so that they can be neither "
     "clipped, measured nor edited before step(); attach the model without updates=, or edit each gradient in a hook of "

@@ -70,20 +70,23 @@ class Attaching:
         parts.attachment = Attachment(model, self._session(), amount, reads=parts.weights is None)
         if before is not None:
             before.detach()
-        self._update_in_backward(model if updates else None)
+        members = set(map(id, parameters_of(model)))
+        for other in self._registry.watching.others():  # replaced, most likely, and not yet collected
+            if other.assembly.in_backward is not None and members & other.assembly.in_backward.members:
+                other.attaching.update_in_backward(None)
+        self.update_in_backward(members if updates else None)
         parts.connect()
         self.successors.begin(parts.attachment, parts.parameters)
 
-    def _update_in_backward(self, model: nn.Module | None) -> None:
-        """Update the parameters of this model in backward from now on; None: none."""
+    def update_in_backward(self, members: set[int] | None) -> None:
+        """Update parameters of these ids in backward from now on; None: none."""
         parts, registry = self._assembly, self._registry
-        if model is None:
+        if members is None:
             if parts.in_backward is not None:
                 stop_watching(self._session())
                 registry.watch_host(parts.parameters, wanted=False)
             parts.in_backward = None
             return
-        members = set(map(id, parameters_of(model)))
         registry.watch_host([p for p in parts.parameters if id(p) in members], wanted=True)
         parts.in_backward = InBackward(
             registry, parts.ledger, parts.reconciler, self.guard, self._options.rule, members

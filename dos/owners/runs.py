@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dos.backward import Backward
 from dos.guard import ANY, Phase, entry, main_thread
-from dos.in_backward import CLOSURE, InBackward, Run
+from dos.in_backward import InBackward, Run
 from dos.owners.assembly import Assembly
 from dos.owners.taking import Taking
 from dos.owners.waiting import Waiting
@@ -174,11 +174,6 @@ class Runs:
             parts = Parts(self._ledger, plan, of, facts.workload, on_device.now, left, measured)
         mode.open(self._assembly.groups, parts)
         run.gathers = on_device is not None and not on_device.activations.in_use
-
-    def refuse_closure(self) -> None:
-        """Raise RuntimeError where `step()` must not call backward."""
-        if self._assembly.in_backward is not None:
-            raise RuntimeError(CLOSURE)
 
     @contextlib.contextmanager
     def no_update(self) -> Iterator[None]:

@@ -71,3 +71,43 @@ def test_trainer_asks_for_norms_that_nobody_knows(tmp_path: Path) -> None:
         assert_close_ulp(ends, expected)
         assert len(norms) == 4
         assert torch.tensor(found).isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+def test_lightning_needs_no_code(automatic: bool) -> None:
+    """It calls `step(closure)` in both forms; and a module is fitted again, by another optimizer than before."""
+    lightning = pytest.importorskip("pytorch_lightning")
+    optimizers: list[Any] = []
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, kind: Any) -> None:
+            super().__init__()
+            self.net, self.kind, self.automatic_optimization = mlp(), kind, automatic
+
+        def configure_optimizers(self) -> Any:
+            optimizer = self.kind(self.parameters(), lr=0.01)
+            if self.kind is DOSAdam:
+                optimizer.attach(self, updates="backward")
+            optimizers.append(optimizer)
+            return optimizer
+
+        def training_step(self, inputs: Tensor) -> Tensor:
+            loss: Tensor = self.net(inputs).square().mean()
+            if not automatic:
+                optimizer = self.optimizers()
+                self.manual_backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+    ends = []
+    for kind in (DOSAdam, torch.optim.AdamW):
+        module = Module(kind)
+        for _ in range(2):
+            lightning.Trainer(
+                accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(module, torch.utils.data.DataLoader([batch(seed) for seed in range(4)], batch_size=None))  # fmt: skip
+        ends.append(list(module.parameters()))
+    assert_close_ulp(*ends, 256)

@@ -535,8 +535,6 @@ def refused_step(optimizer: DOSAdam, model: nn.Module, how: str) -> None:
         optimizer.grad_norm()
     elif how == "edit":
         optimizer.edit_gradients(lambda p, g: None)
-    elif how == "closure":
-        optimizer.step(lambda: 0.0)
     elif how == "scaler":
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
@@ -557,7 +555,6 @@ def refused_step(optimizer: DOSAdam, model: nn.Module, how: str) -> None:
         ("clip values", "max_grad_norm=0 or None in a trainer"),
         ("norm", "neither clipped, measured nor edited"),
         ("edit", "neither clipped, measured nor edited"),
-        ("closure", "call backward and then step"),
         ("scaler", "train in bfloat16 without GradScaler"),
         ("attach", r"call optimizer.step\(\) after each backward"),
         ("set", "user code has set p.grad"),
@@ -575,6 +572,44 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     with pytest.raises(RuntimeError, match=message):
         refused_step(optimizer, model, how)
     assert not first or bits(model.parameters()) == before
+
+
+@pytest.mark.parametrize("updates", ["step", "backward"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_optimizer_that_was_replaced_and_lives_on_updates_nothing(place: Any, updates: str) -> None:
+    found = []
+    for lives in (True, False):
+        model = mlp()
+        optimizers = [attached(model, place=place)]
+        for step in range(6):
+            if step == 3:
+                if not lives:
+                    optimizers.clear()
+                    gc.collect()
+                optimizers.append(attached(model, updates, place))
+            loss_of(model, step).backward()
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+        found.append(everything(model, optimizers[-1]))
+    assert found[0] == found[1]
+
+
+def test_a_closure_may_call_backward() -> None:
+    found = []
+    for updates in ("backward", "step"):
+        model = mlp()
+        optimizer = attached(model, updates)
+        for step in range(3):
+
+            def closure(step: int = step) -> float:
+                optimizer.zero_grad()  # noqa: B023
+                loss = loss_of(model, step)  # noqa: B023
+                loss.backward()
+                return float(loss.detach())
+
+            assert optimizer.step(closure) > 0
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
 
 
 def test_a_norm_that_is_only_asked_for_is_unknown() -> None:
