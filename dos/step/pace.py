@@ -215,10 +215,12 @@ class _Typical:
     """The lower quartile of recent durations: what holds up the host makes some longer, and none shorter.
 
     Once there are REMEMBERED of them it moves by more than a tolerance or not at all, so that noise changes no plan.
+    Before, by more than EARLY: the first ones compile kernels, and it would stay near them.
     """
 
     REMEMBERED = 5
     TOLERANCE = 0.25
+    EARLY = 0.01
 
     def __init__(self, tolerance: float = TOLERANCE) -> None:
         self.seconds = 0.0
@@ -232,10 +234,10 @@ class _Typical:
 
     def add(self, seconds: float, reference: float = 0.0) -> None:
         """Add a duration. reference: a longer one, against which differences count, if not against its own."""
-        begins = len(self._recent) < self.REMEMBERED  # the first ones compile kernels, and it would stay near them
+        tolerance = self.EARLY if len(self._recent) < self.REMEMBERED else self._tolerance
         self._recent.append(seconds)
         quartile = sorted(self._recent)[len(self._recent) // 4]
-        if begins or abs(quartile - self.seconds) > self._tolerance * (reference or self.seconds):
+        if abs(quartile - self.seconds) > tolerance * (reference or self.seconds):
             self.seconds = quartile
 
     def restart(self, seconds: float) -> None:

@@ -69,6 +69,14 @@ def test_a_shorter_forward_counts_and_one_in_five_that_is_stretched_does_not() -
     assert pace.forward.seconds == 0.5
 
 
+def test_the_first_forwards_that_differ_by_noise_change_no_plan() -> None:
+    """A plan is made at the first gradient, where the device waits for it."""
+    pace = Pace(queues=False)
+    for seconds, known in ((4.0, 4.0), (3.99, 4.0), (1.0, 1.0), (0.995, 1.0)):
+        iterate(pace, seconds)
+        assert pace.forward.seconds == known
+
+
 def test_forwards_with_nothing_beside_them_are_rare_and_follow_a_batch_that_grows() -> None:
     pace, asked = Pace(), list[int]()
 
