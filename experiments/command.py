@@ -16,8 +16,11 @@ class Parser(argparse.ArgumentParser):
     It says what is wrong with the arguments in one line, without the usage, and exits with status 2.
     """
 
-    def __init__(self, name: str, doc: str | None, **settings: Any) -> None:
+    def __init__(self, name: str, doc: str | None, *, json: bool = True, **settings: Any) -> None:
+        """json: whether the command ends with a line of JSON if it is asked to."""
         super().__init__(f"python -m experiments.{name}", description=(doc or "").partition("\n")[0], **settings)
+        if json:
+            self.add_argument("--json", action="store_true", help="end with one line of JSON")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -31,10 +34,6 @@ class Parser(argparse.ArgumentParser):
         """The option `--out`."""
         shown = f"{what} ({default})" if default else what
         self.add_argument("--out", type=Path, default=default and Path(default), help=shown)
-
-    def add_json(self) -> None:
-        """The option `--json`."""
-        self.add_argument("--json", action="store_true", help="end with one line of JSON")
 
 
 def positive(text: str) -> int:

@@ -232,7 +232,6 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if a limit is missed."""
     parser = Parser("activations", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 5, "of all ways in turn")
     arguments = parser.parse_args(argv)
     with measuring(arguments.json) as (console, progress):

@@ -104,7 +104,7 @@ def _times(timeline: Timeline) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw, and print the table."""
-    parser = Parser("decisions", __doc__)
+    parser = Parser("decisions", __doc__, json=False)
     parser.add_out("docs/images", "folder for the pictures")
     options = parser.parse_args(arguments)
     if not can_draw():

@@ -99,7 +99,6 @@ def compare(name: str, setting: Setting, rounds: int, folder: Path, on_progress:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("disk", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 5, "updates of each that count")
     parser.add_argument("--disk", type=Path, default=Path(), metavar="DIR", help="folder for state (the current one)")
     arguments = parser.parse_args(argv)

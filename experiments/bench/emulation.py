@@ -127,7 +127,6 @@ def misordered(rows: Sequence[dict[str, str | float]], tolerance: float) -> list
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if the two disagree."""
     parser = Parser("emulation", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 3, "steps measured for each plan")
     arguments = parser.parse_args(argv)
     with measuring(arguments.json) as (console, progress):

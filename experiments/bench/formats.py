@@ -68,7 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (default, what) in {**counts, **{n: (d, f"of the GPT{w}") for n, (d, w) in of_gpt.items()}}.items():
         parser.add_count(name, default, what)
     parser.add_out("out/formats")
-    parser.add_json()
     args = parser.parse_args(argv)
     logging.getLogger("torchao").setLevel(logging.ERROR)
     args.out.mkdir(parents=True, exist_ok=True)

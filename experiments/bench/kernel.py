@@ -124,7 +124,6 @@ def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("kernel", __doc__)
-    parser.add_json()
     parser.add_argument(
         "--numel", type=parse_count, default=64 * 2**20, help="parameters, in whole blocks of 128 (default 64Mi)"
     )

@@ -98,7 +98,6 @@ def limits(row: dict[str, Any]) -> list[Limit]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
     parser = Parser("memory", __doc__)
-    parser.add_json()
     parser.add_argument("--simulate", action="store_true", help="the published 20B run on an H100 node, simulated")
     parser.add_out(None, "with --simulate: file for its picture, a PNG")
     parser.add_count("steps", ITERATIONS, "of each run with a neighbour")

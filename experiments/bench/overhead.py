@@ -55,7 +55,6 @@ class Give(torch.autograd.Function):
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json. Exit status 1 if something was missed."""
     parser = Parser("overhead", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 15, "that figures are medians of")
     parser.add_count("most", None, "leave out rows of more parameters")
     arguments = parser.parse_args(argv)

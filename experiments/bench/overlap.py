@@ -117,7 +117,6 @@ def iterate(model: GPT, optimizer: DOSAdam | None, batches: Sequence[Batch]) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("overlap", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 2, "of all schedules in turn, for each size of update")
     parser.add_count("batch", 32, f"sequences of {CONFIG.context} bytes")
     arguments = parser.parse_args(argv)

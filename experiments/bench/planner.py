@@ -205,7 +205,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 1 when a figure is missed."""
     profiles = builtin_profiles()
     parser = Parser("planner", __doc__)
-    parser.add_json()
     parser.add_argument("--profile", action="append", choices=profiles, help="only this one; may be repeated")
     options = parser.parse_args(arguments)
     with measuring(options.json, emulated=False) as (console, progress):

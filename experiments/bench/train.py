@@ -116,7 +116,7 @@ def _asked(
     argv: Sequence[str] | None,
 ) -> tuple[argparse.Namespace, dict[str, str | float], GPTConfig, Corpus]:
     """The command line, the policies by name, the model and its text. Ends the program where one is no good."""
-    parser = Parser("train", __doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser("train", __doc__, json=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, help="text to learn; the standard library's sources if not given")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the results")
     parser.add_argument("--policies", default="cpu,0.5,stride:2,adaptive", help="DOSAdam's, separated by commas")

@@ -247,7 +247,6 @@ def limits(rows: Sequence[dict[str, Any]]) -> list[Limit]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("weights", __doc__)
-    parser.add_json()
     parser.add_count("rounds", 3, "of all ways in turn")
     parser.add_count("largest", BATCHES[-1], "batch, in sequences")
     arguments = parser.parse_args(argv)

@@ -69,7 +69,7 @@ def draw(path: Path, found: Mapping[str, Mapping[str, float]]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = Parser("chart", __doc__)
+    parser = Parser("chart", __doc__, json=False)
     parser.add_out("docs/images", "folder for the picture")
     options = parser.parse_args(arguments)
     if not can_draw():

@@ -56,7 +56,7 @@ _LEAST = {Size.TINY: 0.01, Size.SMALL: 0.1, Size.FULL: 1.0}
 
 def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) -> int:
     """Run the checks; the exit status. Bad arguments exit with 2."""
-    parser = Parser("gpu_check", __doc__)
+    parser = Parser("gpu_check", __doc__, json=False)
     parser.add_argument("--minutes", type=parse_positive, default=8.0, help="that all of it may take, roughly (8)")
     parser.add_out(None, "folder for the results (experiments/results/GPU-DATE)")
     host = "host memory to choose models for: 96GiB (what is available)"

@@ -323,7 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the contenders one after the other, and print; the last line is one JSON object with --json."""
     known = {model: [way.name for way in ways(model)] for model in JOBS}
     parser = Parser("headline", __doc__)
-    parser.add_json()
     parser.add_argument("--model", choices=JOBS, default=LARGE, help="parameters (%(default)s)")
     parser.add_count("rounds", 1, "of all contenders in turn; medians of them are shown")
     parser.add_count("micro-batches", 1, "of a step")

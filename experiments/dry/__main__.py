@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dos", type=Path, default=HERE, help="a folder whose dos (built) and perfmodel run instead")
     parser.add_argument("--cost", action="append", type=_cost, default=[], help="NAME=NUMBER of Costs, such as copy_s")
     parser.add_argument("--trace", help="a file for cProfile's figures of the caller's thread in the last row")
-    parser.add_json()
     arguments = parser.parse_args(argv)
     try:
         library()

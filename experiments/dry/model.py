@@ -75,7 +75,7 @@ _NOTHING = Times(0.0, 0.0, 0.0, 0.0)
 """Of embeddings and the last norm. Their time is in that of the blocks, so that all of them make the iteration."""
 
 
-def dry_gpt(device: torch.device, times: Times | None = None, config: GPTConfig = CONFIG) -> GPT:
+def dry_gpt(device: torch.device, config: GPTConfig = CONFIG) -> GPT:
     """A GPT with its real modules and parameters, in bfloat16. Called without arguments, it returns the loss."""
     model = GPT(config, device=device, dtype=torch.bfloat16)
     for block in model.blocks:
@@ -84,7 +84,7 @@ def dry_gpt(device: torch.device, times: Times | None = None, config: GPTConfig 
         for layer in layers:
             own = tuple(layer.parameters())
             share = sum(p.numel() for p in own) / numel
-            layer.forward = partial(_run, (times or Times()).scaled(share, 1 / len(layers)), own)
+            layer.forward = partial(_run, Times().scaled(share, 1 / len(layers)), own)
         block.forward = partial(_in_turn, layers)
     ends: tuple[nn.Module, ...] = (model.norm, model.tokens, model.positions)
     for layer in ends:

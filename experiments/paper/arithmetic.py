@@ -134,7 +134,6 @@ def median_residual(rows: Sequence[Mapping[str, Any]]) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns 1 if something is missed."""
     parser = Parser("arithmetic", __doc__)
-    parser.add_json()
     options = parser.parse_args(arguments)
     rows, others = read_rows(), peers.read_rows(MODELS)
     console = console_of(options.json)

@@ -168,7 +168,6 @@ def beside_published(row: dict[str, Any], predictor: Predictor) -> dict[str, Any
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("job", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_json()
     parser.add_argument("--worker", type=Path, help="for torchrun")
     arguments = parser.parse_args(argv)
     if arguments.worker:

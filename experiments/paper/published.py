@@ -218,7 +218,6 @@ def _median(values: Sequence[float]) -> float | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
     parser = Parser("published", __doc__)
-    parser.add_json()
     parser.add_argument("--write-profiles", action="store_true", help="store the fits as built-in profiles")
     parser.add_out("out/published", "folder for pictures")
     options = parser.parse_args(arguments)

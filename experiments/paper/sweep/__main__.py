@@ -93,7 +93,7 @@ def find(name: str) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status, 2 (by SystemExit) for input it cannot use."""
-    parser = Parser("sweep", __doc__)
+    parser = Parser("sweep", __doc__, json=False)
     ready = ", ".join(sorted(path.stem for path in SWEEPS.glob("*.toml")))
     parser.add_argument("sweeps", nargs="*", metavar="SWEEP", help=f"a TOML file, or one of {ready}")
     parser.add_argument("--out", type=Path, default=Path("out/sweep"), help="folder for rows and charts (%(default)s)")
