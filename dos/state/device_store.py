@@ -54,7 +54,8 @@ class DeviceStore:
         self._expected, self.denied = expected, None
 
     def has(self, subgroup: Subgroup) -> bool:
-        return subgroup not in self.empty and self.has_room(subgroup)
+        # Without a call of `has_room`: each step asks for each subgroup.
+        return subgroup not in self.empty and (subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE)
 
     def has_room(self, subgroup: Subgroup) -> bool:
         """Return whether the subgroup has room here, to which its state may have yet to come."""
