@@ -28,12 +28,10 @@ class Copies:
         """The copies by the ids of their homes."""
         return {id(m.parameter): c for b in self._blocks for c, m in zip(b.copies, b.members, strict=True)}
 
-    def forget_storage(self, block: Block) -> None:
-        """Forget the storage of a block's copies, which it is about to leave."""
+    def leave_memory(self, block: Block) -> None:
+        """Let the copies of a block leave their memory, and know the block by their new storage."""
         del self._by_storage[block.storage]
-
-    def know_storage(self, block: Block) -> None:
-        """Know the block by the storage of its copies."""
+        block.leave_memory()
         self._by_storage[block.storage] = block
 
     def block_of(self, tensor: Tensor) -> Block | None:

@@ -299,9 +299,7 @@ class WeightHomes:
         block.use_memory(homes)
         # The copies have no values of their own after this: the next forward fetches them from the homes.
         if block.filled:  # it stayed
-            self.stream.copies.forget_storage(block)
-            block.leave_memory()
-            self.stream.copies.know_storage(block)
+            self.stream.copies.leave_memory(block)
 
     def _move_to_device(self, block: Block) -> None:
         # The wait: the copy reads the parameters' former memory, to which the loop below may drop the last reference.
