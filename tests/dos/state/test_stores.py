@@ -78,7 +78,7 @@ def test_room_to_which_state_has_yet_to_come_is_not_where_it_is(fails: bool) -> 
         stores.drop_empty()
         assert held(device) == 0
     else:
-        stores.copy(Move(Tier.HOST, Tier.DEVICE), 0, subgroup, ()).wait()
+        stores.copy(Move(Tier.HOST, Tier.DEVICE), 0, subgroup, device.fence()).wait()
         assert stores.at(subgroup) is Tier.DEVICE
         stores.drop_empty()
         assert stores.at(subgroup) is Tier.DEVICE
