@@ -333,3 +333,26 @@ def test_a_method_fetches_blocks_ahead_in_each_call_and_none_in_vain() -> None:
             model.encode(inputs(step, model))
         assert device.fetched == [0, 1, 2, 3]
         assert not device.filled  # no backward needs the last window
+
+
+def test_a_transfer_that_begins_while_another_one_is_waited_for_is_waited_for_next() -> None:
+    """Backward's thread may fetch the block again, before user code writes to its home."""
+    model = net(torch.float32)
+    optimizer = start(model, 0)
+    train(model, optimizer, 1)
+    homes = session_of(optimizer).assembly.weights
+    assert homes is not None
+    block, waited = homes.stream.blocks[0], list[str]()
+
+    class Transfer:
+        def __init__(self, name: str, successor: Any = None) -> None:
+            self.name, self.successor = name, successor
+
+        def wait(self) -> None:
+            waited.append(self.name)
+            block._reading = self.successor or block._reading
+
+    block._reading = Transfer("first", Transfer("second"))
+    for _ in range(3):
+        block.finish_reading()
+    assert waited == ["first", "second"]
