@@ -23,6 +23,9 @@ from perfmodel.workload import SubgroupLoad, Workload
 
 MOST_SIMULATED = 128
 """Subgroups. Of more, a simulation takes too long: a part of them is planned, and the others alike."""
+MOST_PLACED = 256
+"""The same where there are blocks or saved tensors, whose places matter: of more, the closed form's plan is taken. It
+was 16% behind the best for 34 billion parameters in 170 subgroups on an H100."""
 PROPOSED = 4
 """Divisions of memory of which a plan is simulated, those that are best by the closed form."""
 STRIDES = (1, 2, 3, 4)
@@ -114,7 +117,7 @@ class Answers:
     def _choose(self, workload: Workload) -> Choice:
         some = _comparable(workload)
         choices = sorted(self._choices(some), key=_COST)
-        if len(workload.subgroups) > MOST_SIMULATED:
+        if len(workload.subgroups) > (MOST_PLACED if workload.blocks or workload.activations else MOST_SIMULATED):
             return Choice(0.0, some[0], 0) if fits(workload) else self._as_a_part(workload, choices)
         best = self._simulated(workload, choices)
         if not fits(workload):

@@ -201,7 +201,7 @@ class _Sums:
     Of backward's, forward's and the updates' work each lane has to do its own after backward, but for what can go on
     beside it: gradients that leave, slots and windows that are filled. Beside a forward all goes on but updates on the
     GPU, which computes it. Residents are launched together. Gradients that are offloaded leave whatever updates them,
-    and come up for updates on the GPU.
+    and come up for updates on the GPU, through slots that backward does not fill.
     """
 
     def __init__(self, workload: Workload, profile: HardwareProfile, scope: Scope) -> None:
@@ -355,7 +355,9 @@ class _Sums:
         comes_s = np.maximum(sum_of("parameters", 0) + more_s, fetched[0] * stream)
         up, down = sum_of("H2D") + comes_s, sum_of("D2H") + saved
         early = np.minimum(sum_of("gradients"), before * self._fastest[2])
-        filled = np.minimum(np.where(slots > 0, slots, 0.0) * self._most_prefetch, before * self._fastest[1])
+        # Backward fills no slots where offloaded gradients pass through them.
+        filling = 0.0 if self._one_slot else np.where(slots > 0, slots, 0.0)
+        filled = np.minimum(filling * self._most_prefetch, before * self._fastest[1])
         filled = np.minimum(filled, sum_of("H2D"))
         lanes = np.stack([sum_of("CPU", 0), up, down], axis=-1)
         called = np.minimum((work.ahead_s + stall) * (work.ahead_s > 0), before)  # since then the CPU updates, too

@@ -117,8 +117,7 @@ class Machine(NamedTuple):
         if tflops is not None:
             source = "as given" if utilisation is None else f"{utilisation:.0%} of --tflops"
             return tflops * 1e12 * (utilisation or 1.0), source
-        able = [gpu for gpu in _GPUS.values() if gpu.bf16 or dtype != "bf16"]
-        gpu = self.gpu or min(able, key=self._unlike)
+        gpu = self._alike(dtype)
         if self.gpu is not None and dtype == "bf16" and not gpu.bf16:
             raise ValueError(
                 f"the {gpu.name} does not compute in bfloat16; choose --dtype fp16 or fp32, or pass --tflops"
@@ -130,6 +129,17 @@ class Machine(NamedTuple):
         if self.gpu is None:
             source += "; no GPU was named, so that is the slowest known one of about its memory"
         return gpu.peak(dtype) * share, source
+
+    def rates(self, dtype: str) -> HardwareProfile:
+        """The profile. Where that is of guesses, updates on the GPU are as fast as on the GPU of `flops_rate`."""
+        if self.profile.name != UNKNOWN:
+            return self.profile
+        return self.profile.replace(gpu_update_rate=_update_rate(self._alike(dtype)))
+
+    def _alike(self, dtype: str) -> Gpu:
+        """The GPU; if it is not known, the slowest one of about as much memory that computes in this type."""
+        able = [gpu for gpu in _GPUS.values() if gpu.bf16 or dtype != "bf16"]
+        return self.gpu or min(able, key=self._unlike)
 
     def _unlike(self, gpu: Gpu) -> tuple[int, float]:
         """Difference of another GPU's memory, in steps of SIMILAR; and of equals, how fast it is."""
@@ -148,7 +158,7 @@ def find_machine(name: str, asked: Memory | None) -> Machine:
     source = profile.provenance
     note = f"rates of {profile.name}: {source.source}"
     if profile.name == UNKNOWN:
-        note = "no --machine: rates of links, host and GPU are cautious guesses"
+        note = "no --machine: rates of links and host are cautious guesses"
     elif source.source != "measured":
         note += f", of {source.machine}"
     notes = [note if source.source == "measured" else f"{note}; measure yours with python -m dos.calibrate"]
@@ -189,7 +199,7 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
         host = "the host's are cautious guesses" if card.host == UNKNOWN else f"the host is that of {card.host}"
         rates = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth"), alone)
         rates |= dict.fromkeys(("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), duplex)
-        rates["gpu_update_rate"] = 0.8 * card.bandwidth / MIXED.update_traffic
+        rates["gpu_update_rate"] = _update_rate(card.gpu)
         provenance = Provenance("data sheet", machine=f"the GPU (PCIe {card.pcie}.0, {card.lanes} lanes); {host}")
         return known[card.host].replace(name=card.gpu.name, provenance=provenance, **rates), card.gpu
     if as_file:
@@ -198,6 +208,15 @@ def _profile(name: str) -> tuple[HardwareProfile, Gpu | None]:
     similar = beginning or get_close_matches(name.lower(), names, n=3)
     there = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join((*ALIASES, *CARDS))}."
     raise ValueError(f"no machine {name!r}; {there} For another GPU pass its memory (--gpu 24GB) or a profile's file")
+
+
+def _update_rate(gpu: Gpu) -> float:
+    """Parameters/s of updates on a GPU: by the bandwidth of its memory, or its built-in profile."""
+    bandwidth = {card.gpu: card.bandwidth for card in CARDS.values()}.get(gpu)
+    if bandwidth is not None:
+        return 0.8 * bandwidth / MIXED.update_traffic
+    known = builtin_profiles()
+    return min(known[name].gpu_update_rate for name, each in GPUS.items() if each == gpu)
 
 
 def _letters(name: str) -> str:

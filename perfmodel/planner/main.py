@@ -138,7 +138,7 @@ def question_of(options: argparse.Namespace) -> tuple[Question, list[str]]:
     settings.setdefault("sequence", min(Question.sequence, model.longest or Question.sequence))
     if "disk_bytes" not in settings and (asked.disk_read or asked.disk_write):
         raise ValueError("--disk-read and --disk-write are of disks that state is on; add --disk, such as 2TB")
-    question = Question(model, _profile(asked, machine), machine.device_bytes, **settings)
+    question = Question(model, _profile(asked, machine.rates(dtype)), machine.device_bytes, **settings)
     if host is not None and host.nbytes <= question.reserved_on_host:
         raise ValueError(
             f"--host {host.text} leaves nothing to the optimizer: the system and the processes of the node take "
@@ -174,9 +174,8 @@ def _fabric(asked: CommandLine, machine: Machine) -> Fabric:
     return FABRICS.get(machine.profile.name, PCIE) if machine.gpu else PCIE
 
 
-def _profile(asked: CommandLine, machine: Machine) -> HardwareProfile:
-    """The machine's, with the rates of disks that were given; at once they reach the same share of them as before."""
-    profile = machine.profile
+def _profile(asked: CommandLine, profile: HardwareProfile) -> HardwareProfile:
+    """The profile with the rates of disks that were given; at once they reach the same share of them as before."""
     for name, rate in (("disk_read_bandwidth", asked.disk_read), ("disk_write_bandwidth", asked.disk_write)):
         if rate is not None:
             at_once = getattr(profile, f"{name}_duplex") / getattr(profile, name) * rate

@@ -39,7 +39,7 @@ MAX_SUBGROUPS = 5_000
 """More would take longer to plan than a planner's user wants to wait."""
 
 
-_count = partial(option, metavar="N", type=parse_count, write=format_count)
+_count = partial(option, metavar="N", type=parse_count)
 _size = partial(option, group="the machine", metavar="SIZE", type=parse_bytes_or_0)
 
 
@@ -68,7 +68,7 @@ class Question:
     checkpointing: bool = option(False, "recompute each block's activations")
     eager_attention: bool = option(False, "attention keeps its matrices")
     ranks: int = _count(1, "GPUs of the node, data-parallel", "the machine")
-    chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", name="--subgroup-size")
+    chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", name="--subgroup-size", write=format_count)
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
     flops_rate: float = math.inf

@@ -18,6 +18,7 @@ from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
 from tests.support.training import FAST
 
+H2D_RATES = "h2d_bandwidth", "h2d_bandwidth_duplex"
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 FAST_LINKS = dict.fromkeys(("h2d_bandwidth", "d2h_bandwidth", "h2d_bandwidth_duplex", "d2h_bandwidth_duplex"), 1e6)
 
@@ -100,6 +101,20 @@ def test_windows_are_filled_beside_backward() -> None:
         assert found == pytest.approx(seconds, rel=1e-3)
 
 
+def offloading(load: Workload) -> Workload:
+    """The workload with offloaded gradients."""
+    loads = tuple(dataclasses.replace(each, returned_bytes=each.gradient_bytes) for each in load.subgroups)
+    return dataclasses.replace(load, subgroups=loads)
+
+
+def test_no_slot_is_filled_in_backward_where_offloaded_gradients_pass_through_it() -> None:
+    rates = machine(cpu_update_rate=1e-3, gpu_update_rate=1e6, **FAST_LINKS | dict.fromkeys(H2D_RATES, 12.0))
+    load = offloading(work(4, peak_free_bytes=0.0, backward_s=100.0))
+    scope = Scope.beside(load)
+    assert lower_bound(load, rates, scope).seconds == pytest.approx(4 * (144 + 24) / 12, rel=1e-3)
+    assert exposed(stride(load, 1, slots=4), load, rates, scope) == pytest.approx(4 * (144 + 24) / 12, rel=1e-3)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
     sizes = draw(st.lists(st.integers(1, 10).map(lambda m: m * 10_000_000), min_size=1, max_size=8))
@@ -116,6 +131,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
         ahead_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
     )
     load = dataclasses.replace(load, activations=activations)
+    if draw(st.booleans()):
+        load = offloading(load)
     held = sum(12 * n for n, p in zip(sizes, placements, strict=True) if p is R)
     shares_peak = draw(st.booleans())  # as where an update runs on to the next peak
     peak = held + (load.update_free_bytes if shares_peak else 0)

@@ -11,6 +11,7 @@ import torch
 
 from perfmodel.hardware import HardwareProfile
 from perfmodel.planner.fastest import CHOICES, _with, fastest, fastest_batch
+from perfmodel.planner.options import difference
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.situation import Situation
 from perfmodel.planner.text import _code, _fastest
@@ -104,6 +105,12 @@ def test_several_gpus_share_the_model_where_that_is_faster() -> None:
     # More micro-batches are said only where they gain.
     _, share = divided.accumulating() or (0, 1.0)
     assert share > divided.compute_share + 0.009
+
+
+def test_a_batch_is_written_to_the_last_sequence() -> None:
+    """One of 149K would be larger than the largest that fits."""
+    asked_for = asked("--params", "1e9", "--gpu", "80GB")[0]
+    assert difference(asked_for, asked_for.replace(batch=149_123)) == "--batch 149123"
 
 
 def test_nothing_is_said_twice(capsys: pytest.CaptureFixture[str]) -> None:

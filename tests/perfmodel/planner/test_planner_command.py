@@ -298,6 +298,19 @@ def test_gpus_of_a_data_sheet_alone() -> None:
         assert 0.9 * card.gpu.nominal_gib < card.gpu.memory_gib < card.gpu.nominal_gib
 
 
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "machine"),
+    [("12GB", "bf16", "rtx-3060"), ("80GB", "bf16", "a100-80"), ("200GB", "bf16", "b200"), ("32GB", "fp16", "v100-32")],
+)
+def test_a_gpu_of_which_the_memory_is_known_computes_and_updates_as_one(gpu: str, dtype: str, machine: str) -> None:
+    """Not an arithmetic of 2026 beside a memory of 2016."""
+    known, named = (
+        asked("--params", "1e8", "--dtype", dtype, *words)[0] for words in (("--gpu", gpu), ("--machine", machine))
+    )
+    assert known.flops_rate == named.flops_rate
+    assert known.profile.gpu_update_rate == named.profile.gpu_update_rate
+
+
 def test_gpus_of_the_page_are_those_that_are_known() -> None:
     page = (ROOT / "docs/planning.md").read_text()
     assert all(f"`{name}`" in page for name in CARDS)

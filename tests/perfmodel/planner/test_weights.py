@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments.paper.arithmetic import MODELS
+from perfmodel.answers import MOST_PLACED, MOST_SIMULATED
 from perfmodel.plan import Placement
 from perfmodel.planner.fastest import fastest_batch
 from perfmodel.planner.memory import WEIGHT_WINDOW, host_bytes
@@ -101,6 +102,14 @@ def test_auto_is_no_slower_than_all_or_none(batch: int, micro_batches: int) -> N
     *others, best = (each.seconds for each in found)
     assert best <= 1.01 * min(others)
     assert [bool(each.plan and each.plan.blocks_on_device) for each in found[:2]] == [False, False]
+
+
+def test_weights_of_many_subgroups_are_planned_as_well_as_by_fixed_policies() -> None:
+    asked = planner.question(34e9, weights="auto", offload_gradients=True, sequence=1)
+    situation = Situation(asked)
+    assert MOST_SIMULATED < len(situation.update_workload.subgroups) <= MOST_PLACED
+    *others, best = outcomes(situation)
+    assert best.seconds <= 1.01 * min(each.seconds for each in others)
 
 
 def test_all_weights_stay_where_everything_fits() -> None:
