@@ -110,7 +110,7 @@ def balanced_stride(load: SubgroupLoad, profile: HardwareProfile) -> int:
 
 def _leading_share(workload: Workload, cpu_ratio: float) -> int:
     """The number of leading subgroups that come nearest to holding the share 1 - cpu_ratio of the parameters."""
-    if not 0.0 <= cpu_ratio <= 1.0 or math.isnan(cpu_ratio):
+    if not 0.0 <= cpu_ratio <= 1.0:
         raise ValueError(f"ratio is the share of the state on the CPU and must lie in [0, 1], found {cpu_ratio}")
     target = (1.0 - cpu_ratio) * workload.numel
     held = accumulate((load.numel for load in workload.subgroups), initial=0)

@@ -15,7 +15,7 @@ from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.format import CODED, MIXED, SPLIT, float32
 from perfmodel.hardware import HardwareProfile, builtin_profiles
-from perfmodel.policies import balanced_stride, cpu_only, spilled, static_ratio, stride
+from perfmodel.policies import balanced_stride, cpu_only, resident, spilled, static_ratio, stride
 from perfmodel.simulate import Scope, Simulator, exposed, makespan
 from perfmodel.tasks import Schedule
 from perfmodel.workload import SavedTensors, SubgroupLoad, Workload
@@ -35,6 +35,8 @@ def test_fixed_policies() -> None:
     load = work(6)
     assert letters(cpu_only(load).placements) == "CCCCCC"
     assert letters(static_ratio(load, 0.5).placements) == "RRRCCC"
+    assert letters(resident(load).placements) == "RRRRRR"
+    assert [letters(static_ratio(work(2), ratio).placements) for ratio in (0.75, 0.76)] == ["RC", "CC"], "the nearest"
     assert letters(stride(load, 1).placements) == "SSSSSS"
     assert letters(stride(load, 3, ratio=2 / 3).placements) == "RRSCCS"
     assert stride(load, 6).slots == 1
@@ -50,6 +52,9 @@ def test_balanced_stride() -> None:
     load = SubgroupLoad(12, 24, 24, 144)
     for gpu_s, k in ((0.5, 3), (1.0, 3), (1.1, 4), (4.0, 6)):
         assert balanced_stride(load, machine(gpu_update_rate=1 / gpu_s)) == k
+    slow = {"h2d": machine(h2d_bandwidth_duplex=4.0), "d2h": machine(d2h_bandwidth_duplex=4.0)}
+    for rates in slow.values():  # the slower copy takes 3 s a parameter, and a fixed cost
+        assert [balanced_stride(load, rates.replace(copy_latency_s=fixed_s)) for fixed_s in (0.0, 12.0)] == [5, 6]
     (published,) = work(1, 10**8).subgroups
     assert [balanced_stride(published, MACHINES[name]) for name in ("h100", "a100_bound")] == [2, 2], "as measured"
 

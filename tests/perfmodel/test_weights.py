@@ -363,6 +363,26 @@ def test_fixed_policies_keep_as_many_blocks_as_have_room_beside_the_rest() -> No
     assert [len(plan.blocks_on_device) for plan in (cpu_only(fixed), resident(fixed))] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("plan", "memory", "blocks"),
+    [
+        # All four, of 24 bytes, beside a slot of 144; one and a window of two; a window alone.
+        ("stride", {"shared_free_bytes": 144.0 + 96}, 4),
+        ("stride", {"shared_free_bytes": 144.0 + 95}, 1),
+        ("stride", {"shared_free_bytes": 144.0 + 71}, 0),
+        # Beside state that is resident at the peak.
+        ("ratio", {"peak_free_bytes": 144.0 + 96}, 4),
+        ("ratio", {"peak_free_bytes": 144.0 + 95}, 1),
+        # Saved tensors that have to move have left at the peak.
+        ("ratio", {"peak_free_bytes": 144.0 + 95, "activation_least_bytes": 100}, 1),
+    ],
+)
+def test_fixed_policies_keep_the_weights_that_have_room(plan: str, memory: dict[str, float], blocks: int) -> None:
+    load = layers(4, activations=tuple(SavedTensors(100, 0.1 * i, 1 - 0.1 * i) for i in range(6)), **memory)
+    made = static_ratio(load, 0.75) if plan == "ratio" else stride(load, 2, slots=1)
+    assert len(made.blocks_on_device) == blocks
+
+
 def test_all_stays_where_it_fits_and_no_weights_stream_before_compute_is_known() -> None:
     load = layers(6, outside=1, each=2)
     plan = adaptive(load, machine())
