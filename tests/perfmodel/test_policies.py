@@ -200,6 +200,20 @@ def test_on_measured_machines_adaptive_is_never_behind_a_fixed_policy(case: tupl
     assert makespan(adaptive(load, profile), load, profile, scope) <= 1.02 * best
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5])
+def test_the_threads_that_are_best_for_the_cpu_alone_are_best_beside_copies(share: float) -> None:
+    """So calibration chooses them by the CPU's rate, of numbers that leave cores to the threads that issue work."""
+    load = work(20, size=60_000_000, forward_s=0.05, backward_s=0.13)
+    free = share * load.state_bytes + load.slot_bytes / 2
+    load = dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free)
+    by_threads = [profile for profile in MEASURED if profile.by_threads]
+    assert by_threads
+    for profile in by_threads:
+        rates = {each.cpu_threads: profile.with_threads(each.cpu_threads) for each in profile.by_threads}
+        seconds = {n: makespan(adaptive(load, of), load, of, Scope.beside(load)) for n, of in rates.items()}
+        assert seconds[profile.cpu_threads] <= 1.01 * min(seconds.values())
+
+
 def test_operations_without_size_can_be_planned() -> None:
     load = Workload((SubgroupLoad(12, 0, 0, 0),) * 60)
     assert len(adaptive(load, machine())) == 60

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from perfmodel import Op, Placement, Plan, SubgroupLoad, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.bounds import lower_bound
 from perfmodel.compute import memory_freed
+from perfmodel.division import PASSING_TRIED, Division, divisions, fits
 from perfmodel.floor import Floor
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile, builtin_profiles
@@ -364,6 +366,40 @@ def test_fixed_policies_keep_as_many_blocks_as_have_room_beside_the_rest() -> No
 
 
 @pytest.mark.parametrize(
+    ("on_cpu", "placements", "slots"),
+    [(0, (R, S, S, S, S, S), 4), (1, (R, S, S, S, C, S), 4), (2, (R, S, S, C, C, S), 4), (5, (R, C, C, C, C, C), 1)],
+)
+def test_state_whose_weights_are_on_the_host_streams_last(
+    on_cpu: int, placements: tuple[Placement, ...], slots: int
+) -> None:
+    """Offloaded gradients of residents pass through slots, too."""
+    division = Division(4, 0, (0,), frozenset({0, 1}))
+    plan = division.plan(layers(4, outside=1), on_cpu)
+    assert (plan.placements, plan.slots) == (placements, slots)
+    assert dataclasses.replace(division, streams=False).plan(layers(4, outside=1), 5).placements[1:] == (C,) * 5
+
+
+def test_all_fits_to_the_byte() -> None:
+    load, blocks = work(4), layers(2)
+    sizes = load.state_bytes, blocks.state_bytes + 2 * 24
+    assert [fits(dataclasses.replace(load, peak_free_bytes=sizes[0] - less)) for less in (0, 1)] == [True, False]
+    assert [fits(dataclasses.replace(blocks, shared_free_bytes=sizes[1] - less)) for less in (0, 1)] == [True, False]
+    assert [fits(dataclasses.replace(blocks, blocks_most=most)) for most in (2, 1)] == [True, False]
+
+
+def test_divisions_have_no_slots_that_nothing_passes_through() -> None:
+    division = Division(4, 0, (0,))
+    assert [division.plan(work(4), on_cpu).slots for on_cpu in (0, 2, 3)] == [3, 1, 0]
+    assert [division.plan(offloaded(work(4)), on_cpu).slots for on_cpu in (0, 2, 3, 4)] == [4, 2, 1, 0]
+    for other in (division, dataclasses.replace(division, streams=False)):
+        for on_cpu in range(5):
+            assert other.counts(4, on_cpu) == Counter(other.plan(work(4), on_cpu).placements)
+    everything = tuple(range(4))
+    assert divisions(work(4)) == [Division(0, 0, everything, streams=False)]
+    assert divisions(offloaded(work(4))) == [Division(slots, 0, everything, streams=False) for slots in PASSING_TRIED]
+
+
+@pytest.mark.parametrize(
     ("plan", "memory", "blocks"),
     [
         # All four, of 24 bytes, beside a slot of 144; one and a window of two; a window alone.
@@ -374,7 +410,7 @@ def test_fixed_policies_keep_as_many_blocks_as_have_room_beside_the_rest() -> No
         ("ratio", {"peak_free_bytes": 144.0 + 96}, 4),
         ("ratio", {"peak_free_bytes": 144.0 + 95}, 1),
         # Saved tensors that have to move have left at the peak.
-        ("ratio", {"peak_free_bytes": 144.0 + 95, "activation_least_bytes": 100}, 1),
+        ("ratio", {"peak_free_bytes": 144.0 + 95, "activation_least_bytes": 400}, 1),
     ],
 )
 def test_fixed_policies_keep_the_weights_that_have_room(plan: str, memory: dict[str, float], blocks: int) -> None:
