@@ -90,28 +90,33 @@ class HostLane:
             place, turn = found
             try:
                 with turns.place(place):
-                    update, after = self._prepare(turn)
+                    update = self._prepare(turn)
+                    # Beside the update before; the step's first update would wait for it.
+                    after = None if place == 0 else self._confirm(turn)
                     span = self._update(turn, update, turns, place)
-                resolve(turn.done, self._send(turn, span, after))
+                resolve(turn.done, self._send(turn, span, self._confirm(turn) if after is None else after))
                 turns.end()
             except BaseException as error:
                 turns.end(error)
                 reject(turn.done, turns.error or error)
 
-    def _prepare(self, turn: Turn) -> tuple[HostUpdate | Callable[[], None], Sequence[Job]]:
-        """Return the update of a turn, and the jobs for which its upload waits."""
+    def _prepare(self, turn: Turn) -> HostUpdate | Callable[[], None]:
+        """Return the update of a turn."""
         for job in turn.ready:
             # The update reads the staged gradient and the state, which these jobs write.
             job.wait()
         if self._unseen is not None:
             self._unseen.take_over(turn.number, turn.work, turn.after)
-        after = turn.after
-        if turn.confirm is not None:  # here, because `step()` would take longer to hand over all turns
-            with self._sending:
-                after = [*after, turn.confirm()]
         if self._other is None:  # one thread alone prepares within the time of the update, as calibration does
-            return lambda: turn.work.prepare_on_host()(), after
-        return turn.work.prepare_on_host(), after
+            return lambda: turn.work.prepare_on_host()()
+        return turn.work.prepare_on_host()
+
+    def _confirm(self, turn: Turn) -> Sequence[Job]:
+        """Return the jobs for which the upload of a turn waits."""
+        if turn.confirm is None:
+            return turn.after
+        with self._sending:  # here, because `step()` would take longer to hand over all turns
+            return [*turn.after, turn.confirm()]
 
     def _update(self, turn: Turn, update: HostUpdate | Callable[[], None], turns: Turns, place: int) -> Span:
         if turns.served and isinstance(update, HostUpdate) and update.native and self._device.only_clocks_updates:

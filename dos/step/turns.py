@@ -29,7 +29,7 @@ class Turn(NamedTuple):
     ready: the jobs that copy its gradients to the host, and its state if that was elsewhere.
     after: the jobs that still read its old parameters on the device: the upload waits for them.
     done: receives the job that copies new parameters to the device, or has updated them at home, or the exception.
-    confirm: called before the update; returns another job for which the upload waits. See `UnseenWrites.confirm`.
+    confirm: returns another job for which the upload waits. See `UnseenWrites.confirm`.
     """
 
     number: int
@@ -80,11 +80,11 @@ class Turns:
             future.add_done_callback(partial(_tell, self._arrivals, number))
 
     def let_begin(self, turn: Turn) -> None:
-        """Wait until the update of this turn, the first one, has begun, if it can begin now.
+        """Wait until the update of this turn has begun, if it is the first one and can begin now.
 
         Else the caller would keep Python's lock for up to `sys.getswitchinterval()`, 5 ms, and the lane would idle.
         """
-        if all(map(has_ended, turn.ready)):
+        if len(self._given) == 1 and all(map(has_ended, turn.ready)):
             self.order.await_begin(BEGIN_S)
 
     def close(self, error: BaseException | None = None) -> None:

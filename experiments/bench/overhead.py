@@ -40,7 +40,11 @@ INSTANT = without_fixed_costs(HardwareProfile.builtin("h100")).scaled(1e4)
 
 
 class Give(torch.autograd.Function):
-    """A backward of one node, which gives each parameter a gradient that is there already."""
+    """A backward of one node, which gives each parameter a gradient that is there already.
+
+    As another tensor of the same memory, which autograd takes: a copy's new memory takes from nothing to half a
+    millisecond for a million elements.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -49,7 +53,7 @@ class Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, *ctx.gradients
+        return None, *(gradient.detach() for gradient in ctx.gradients)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
