@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from dos.torch_internals.live_objects import modules_of
+from dos.torch_internals.live_objects import objects_of
 from dos.torch_internals.module_parameters import parameters_of
 from dos.torch_internals.patches import call_before_broadcasts, call_when_built
 
@@ -63,7 +63,7 @@ def _unite() -> None:
 
 call_when_built(DistributedDataParallel, _follow)
 if torch.distributed.is_available() and torch.distributed.is_initialized():
-    collections.deque(map(_follow, modules_of(DistributedDataParallel)), 0)  # built before this was imported
+    collections.deque(map(_follow, objects_of(DistributedDataParallel)), 0)  # built before this was imported
 
 _watchers: weakref.WeakKeyDictionary[DistributedDataParallel, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 """The watchers of each model's buckets; weak, because DDP keeps its hook, which must keep no optimizer alive."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -33,3 +38,27 @@ def test_no_hook_tells_that_fully_shard_replaces_parameters() -> None:
         with_hook.remove()
     assert before.isdisjoint(map(id, divided.parameters())), CHANGED
     assert told == [], "a hook on registration can take the place of live_objects.py"
+
+
+def test_tuples_that_other_threads_make_meanwhile_do_not_fail() -> None:
+    """CPython refuses to shorten a tuple under way to which anything else refers, as a list of all objects does."""
+
+    def slowly() -> Iterator[int]:
+        for number in range(5):
+            time.sleep(1e-4)
+            yield number
+
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.is_set():
+            parameters_of_all_modules()
+
+    with ThreadPoolExecutor(1) as thread:
+        looking = thread.submit(look)
+        try:
+            for _ in range(3):
+                assert tuple(slowly()) == tuple(range(5))
+        finally:
+            ended.set()
+        looking.result()

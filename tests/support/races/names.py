@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from dos.state.device_store import DeviceStore
 from dos.state.subgroup import Subgroup
+from dos.torch_internals.live_objects import objects_of
 from tests.support.races.shadow import Place, Race
 
 DISK = 1 << 60
@@ -55,7 +55,7 @@ def _names(first: int, end: int) -> str:
     if first >= DISK:
         return f"byte {first - DISK & (1 << 48) - 1} of a file"
     found, named = list[str](), dict[int, str]()
-    objects = [each for each in gc.get_objects() if issubclass(type(each), (nn.Module, Tensor, Subgroup, DeviceStore))]
+    objects = [each for kind in (nn.Module, Tensor, Subgroup, DeviceStore) for each in objects_of(kind)]
     for each in objects:
         if isinstance(each, nn.Module):  # by dict's own method: that of ours would wait for updates
             own = dict.items(each.__dict__["_parameters"])
