@@ -17,7 +17,9 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Cached, Caller, Copy, Job, Memory
+from dos.guard import renewed
 from dos.planning.monitor import Budget, MemoryMonitor
+from dos.step.transit import drain_streams
 from perfmodel import Lane, Op
 from perfmodel.hardware import HardwareProfile
 from tests.support.disk import Requests, Result, Transfer
@@ -62,6 +64,12 @@ def jittery_device(seed: int) -> LateDevice:
     """Delays are random, so that lanes overtake each other in every way."""
     drawn = random.Random(seed)
     return LateDevice(lambda op: drawn.uniform(0, 2e-3))
+
+
+def synchronize_devices() -> None:
+    """Wait for all copies, as torch.cuda.synchronize() does, of which the optimizer does not know."""
+    for device in [each for each in renewed if isinstance(each, EmulatedDevice)]:
+        drain_streams(device)
 
 
 class Amount:

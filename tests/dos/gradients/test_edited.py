@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam
 from tests.support.blocks import WIDE, loss, net, start
 from tests.support.inside import session_of
+from tests.support.races import allowed
 from tests.support.training import Make, assert_close_ulp, attached_after_a_step, bits, loss_of, maker, mlp
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -122,13 +123,19 @@ def test_zeroing_by_the_model_waits_for_no_update(weights: Any) -> None:
 
 def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> None:
     """Where code has kept parameters: to read them from the module, or zeroing by torch's methods, waits."""
+
+    def zero(parameters: Iterable[Tensor]) -> None:
+        with allowed():
+            for p in parameters:
+                p.grad.zero_()
+
     ways: dict[str, Callable[[nn.Module, DOSAdam], object]] = {
         "module": lambda model, _: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
         "optimizer": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
         "zero_grad of the module": lambda model, _: model.zero_grad(set_to_none=False),
         "synchronize": lambda _, optimizer: (optimizer.synchronize(), kept[0].grad.zero_()),
         "dropped": lambda *_: [setattr(p, "grad", None) for p in kept],
-        "kept": lambda *_: [p.grad.zero_() for p in kept],
+        "kept": lambda *_: zero(kept),
     }
     told = {}
     for name, way in ways.items():

@@ -27,7 +27,7 @@ from dos.weights.fetching import Fetching
 from perfmodel import Op
 from tests.support.blocks import RUNS, inputs, loss, net, start, train
 from tests.support.crossings import crossed
-from tests.support.devices import FaultyDevice, Watched
+from tests.support.devices import FaultyDevice, Watched, synchronize_devices
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import FAST, bits, everything
 from tests.support.ways import PartAgain, Stack
@@ -372,6 +372,7 @@ def clamp(model: nn.Module) -> None:
 
 def halve_kept(model: Any) -> None:
     """Through references, which no hook sees."""
+    synchronize_devices()  # such a write waits for nothing
     for p in model.kept:
         p.data.mul_(0.5)
 
@@ -553,6 +554,7 @@ def test_blocks_wait_for_memory_that_state_still_has() -> None:
     train(model, optimizer, 1)
     assembly = session_of(optimizer).assembly
     homes, workload = assembly.weights, assembly.on_device.facts().workload
+    optimizer.synchronize()
     assert homes.follow(frozenset(), workload, 0.0)
     assert not homes.staying()
     assert not homes.follow(frozenset((0, 1)), workload, workload.weight_bytes({0}))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dos import DOSAdam
 from dos.weights.backward import BackwardHooks
 from tests.support.blocks import RUNS, inputs, loss, net, recomputed, start, train
-from tests.support.devices import Watched
+from tests.support.devices import Watched, synchronize_devices
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import bits, everything
 from tests.support.ways import Parts, Slope, Stack, twice_in_a_row, twice_within
@@ -221,6 +221,7 @@ class Method(nn.Module):
 
 def perturb(model: nn.Module, references: list[Tensor], by: float) -> None:
     """Write to the weights through references that user code has kept, which no hook sees."""
+    synchronize_devices()  # such a write waits for nothing
     with torch.no_grad():
         for p in references:
             p.add_(p.sign(), alpha=by)
@@ -228,6 +229,7 @@ def perturb(model: nn.Module, references: list[Tensor], by: float) -> None:
 
 def swap(model: nn.Module, references: list[Tensor], by: float) -> None:
     """As averages do, which no version counts."""
+    synchronize_devices()
     for p in references:
         p.data.mul_(1 + by)
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.races.checker import Checker, Mode
+from tests.support.races.checker import Checker, Mode, allowed
 from tests.support.races.devices import AtOnce, patch_devices
 from tests.support.races.memory import patch_memory
 from tests.support.races.threads import patch_threads
 
-__all__ = ["AtOnce", "Checker", "checking"]
+__all__ = ["AtOnce", "Checker", "allowed", "checking"]
 
 
 @contextlib.contextmanager

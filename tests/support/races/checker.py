@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos.devices import Job, memory_of, pinned
@@ -25,6 +26,7 @@ _SKIPPED = {"aten::" + name for name in ("set_", "resize_", "_unsafe_view", "rec
 _EMPTY = ("aten::empty", "aten::new_empty")
 _WAITING = {"aten::" + name for name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item")}
 """Operations with a result that the host has."""
+_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 OURS = "dos-"
 """Threads of this prefix are queues of ours."""
 
@@ -34,8 +36,8 @@ class Here(threading.local):
 
     actor: see `Checker.this`. into: what comes behind what the thread waits for. watched: whether its operations are
         told of.
-    answered: whether the values that it reads are on the host, on a GPU. sends: the gradients that its jobs copy in
-        backward.
+    answered: whether the values that it reads are on the host, on a GPU. sends: what its jobs copy in forward or
+        backward. allowed: see `allowed`.
     """
 
     checker: Checker | None = None
@@ -45,24 +47,38 @@ class Here(threading.local):
     job = 0
     what = ""
     places: tuple[Place, ...] = ()
-    watched = answered = False
+    watched = answered = allowed = False
     sends: list[Tensor] | None = None
 
 
 here = Here()
 
 
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Surround accesses by a test's user code that nothing is meant to order: what comes of them is tested."""
+    here.allowed = True
+    try:
+        yield
+    finally:
+        here.allowed = False
+
+
 class Checker:
-    """active: the one that watches now. races: what was found, one for each cause."""
+    """active: the one that watches now. races: what was found, one for each cause.
+
+    misses_order: whether a CUDA device was made, whose order the checker does not know.
+    """
 
     active: Checker | None = None
 
     def __init__(self, most_named: int) -> None:
         """most_named: of so many races the report says what the bytes are, which takes a tenth of a second each."""
         self._most_named = most_named
+        self.misses_order = False
         self.races: dict[tuple[object, ...], str] = {}
         self._unused: dict[int, list[Race]] = {}
-        """The races of copies that no step has used so far, by job."""
+        """The races of copies that nothing has used so far, by job."""
         self._sent: dict[int, list[tuple[int, int]]] = {}
         self._again: dict[int, list[tuple[int, int]]] = {}
         """Bytes of which a job's copy is replaced by a later one, by job."""
@@ -151,7 +167,14 @@ class Checker:
         self._note(list(ranges), what, actor, known, {})
 
     def _note(
-        self, ranges: list[tuple[int, int, bool]], what: str, actor: Actor, known: Clock, spared: dict[int, int]
+        self,
+        ranges: list[tuple[int, int, bool]],
+        what: str,
+        actor: Actor,
+        known: Clock,
+        spared: dict[int, int],
+        *,
+        releases: bool = False,
     ) -> None:
         if not ranges:
             return
@@ -161,7 +184,7 @@ class Checker:
 
         def note() -> None:
             for first, end, writes in ranges:
-                access = Access(actor, time, what, writes, places, job, spared)
+                access = Access(actor, time, what, writes, places, job, spared, releases)
                 for race in self.shadow.access(first, end, access, known):
                     self._add(race)
 
@@ -171,7 +194,7 @@ class Checker:
         for access, other in ((race.before, race.after), (race.after, race.before)):
             job = access.job
             # What such a job writes is memory of ours, whoever uses the copy; so is what another job of ours writes.
-            if job in self._unused and not access.writes and not other.job:
+            if job in self._unused and not (access.writes or other.job or other.releases):
                 self._unused[job].append(race)
                 return
             if any(race.first < end and first < race.end for first, end in self._again.get(job, ())):
@@ -184,7 +207,7 @@ class Checker:
 
         late: what it copies again. A gradient that was written to after it had left has left anew or is among these.
         """
-        numbers = sorted(number for job in jobs if (number := getattr(getattr(job, "future", None), "_number", 0)))
+        numbers = sorted(number for job in jobs if (number := _number_of(job)))
         again = [each for each in map(self.range_of, late) if each is not None]
         for number in reversed(numbers):
             self._again[number] = list(again)
@@ -192,6 +215,13 @@ class Checker:
         for number in numbers:
             for race in self._unused.pop(number, ()):
                 self._add(race)
+
+    def use_saved(self, job: Job) -> None:
+        """Backward uses the copy that this job has made of a saved tensor: no version shows a write since."""
+        number = _number_of(job)
+        self._sent.pop(number, None)
+        for race in self._unused.pop(number, ()):
+            self._add(race)
 
     def _do(self, work: Callable[[], None]) -> None:
         """One thread at a time. A finaliser that runs within has its turn afterwards."""
@@ -250,7 +280,7 @@ class Checker:
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """An operation of torch in this thread."""
         name, writes, named, is_new, waits = _signature(func)
-        if name is None:
+        if name is None or here.allowed:
             return
         ranges, host, device = [], False, False
         inputs = [*zip(args, writes, strict=False), *((value, named.get(key, False)) for key, value in kwargs.items())]
@@ -266,12 +296,20 @@ class Checker:
                     else:
                         device = True
         this = self.this
+        if name == _CHECK and float(args[2]) == 1:  # GradScaler looks for inf: each value stays as it is
+            ranges = [(first, end, False) for first, end, _ in ranges]
         if here.ours or not device:
             self.access(ranges, name, this, this.clock)
             return
-        queue = self.issue()
-        self.access(ranges, name, queue, queue.clock)
+        self.access_in_queue(ranges, name)
         if (host or waits) and not here.answered:  # a copy between host and device that returns when it is done
+            self.wait_for_queue()
+
+    def access_in_queue(self, ranges: list[tuple[int, int, bool]], what: str) -> None:
+        """Work that this thread queues on the device."""
+        queue = self.issue()
+        self.access(ranges, what, queue, queue.clock)
+        if not self.jobs:  # before the first job there need be no device
             self.wait_for_queue()
 
     def touch(self, tensors: Iterable[Tensor], what: str, *, writes: bool = True) -> None:
@@ -306,7 +344,13 @@ class Checker:
         known = dict(this.clock)
         for number, time in self.queue.clock.items():
             known[number] = max(time, known.get(number, 0))
-        self._note([(first, end, True)], "release", this, known, spared)
+        self._note([(first, end, True)], "release", this, known, spared, releases=True)
+
+
+def _number_of(job: Job) -> int:
+    """0 for a job of another device, or of before."""
+    found: int = getattr(getattr(job, "future", None), "_number", 0)
+    return found
 
 
 def _is_mapped(address: int) -> bool:
@@ -342,6 +386,8 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func._schema.name.startswith("aten::_foreach_") and func._schema.name.endswith("_"):
+            increment_version(args[0])  # which torch leaves out where a mode is on
         if Checker.active is not None:
             Checker.active.operation(func, args, kwargs, result)
         return result

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dos import EmulatedDevice
 from dos.devices import Job, ThreadJob
+from dos.devices.cuda import CudaDevice
 from dos.step.host_lane import HostLane
 from dos.step.transit import Transits
 from dos.step.turns import Turn
@@ -85,6 +86,11 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
             return plain(op, subgroup, *rest)
         finally:
             here.what = before
+
+    @around(patch, CudaDevice, "__init__")
+    def make(checker: Checker, plain: Any, self: Any, *rest: Any) -> None:
+        checker.misses_order = True
+        plain(*rest)
 
     @around(patch, EmulatedDevice, "join")
     def join(checker: Checker, plain: Any, self: Any, job: Job) -> None:

@@ -54,8 +54,7 @@ def _kernel_accesses(checker: Checker, ranges: list[tuple[int, int, bool]]) -> N
     if here.ours or all(on_host(first) for first, *_ in ranges):
         checker.access(ranges, "kernel", this, this.clock)
     else:
-        queue = checker.issue()
-        checker.access(ranges, "kernel", queue, queue.clock)
+        checker.access_in_queue(ranges, "kernel")
 
 
 def _itemsize(dtype: int) -> int:
@@ -119,10 +118,10 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
         plain(start, stop)
 
     @around(patch, OffloadedGradients, "take")
-    def take(checker: Checker, plain: Any, self: Any, owner: Any, leaf: Tensor, *rest: Any, **more: Any) -> None:
+    def take(checker: Checker, plain: Any, self: Any, owner: Any, leaf: Tensor, *rest: Any, **more: Any) -> Any:
         if owner.arena.streams and leaf is not owner.leaf:
             checker.wait_for_queue()  # the gradient of a home is the host's, which computes as it is called
-        plain(owner, leaf, *rest, **more)
+        return plain(owner, leaf, *rest, **more)
 
     @around(patch, BitSums, "other")
     def read_answer(_: Checker, plain: Any, self: Any, *pieces: Any) -> Any:
@@ -131,6 +130,21 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
             return plain(*pieces)
         finally:
             here.answered = False
+
+    @around(patch, Saved, "save")
+    def save(_: Checker, plain: Any, self: Any, *rest: Any) -> Any:
+        # User code may write to the tensor, or empty it, meanwhile: then backward does not use the copy.
+        here.sends = [self._source]
+        try:
+            return plain(*rest)
+        finally:
+            here.sends = None
+
+    @around(patch, Saved, "read")
+    def read_saved(checker: Checker, plain: Any, self: Any, tensor: Any) -> Any:
+        if self._back is not None:
+            checker.use_saved(self._host[1])
+        return plain(tensor)
 
     @around(patch, Saved, "release")
     def release_saved(checker: Checker, plain: Any, self: Any) -> None:

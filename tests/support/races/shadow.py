@@ -43,6 +43,7 @@ class Access(NamedTuple):
     """An access of an actor. job: the number of the job in which it is, 0 in none.
 
     spared: accesses by these actors, in jobs up to a number, are no race with this one.
+    releases: whether the memory is another's from then on.
     """
 
     actor: Actor
@@ -52,6 +53,7 @@ class Access(NamedTuple):
     places: tuple[Place, ...]
     job: int = 0
     spared: Mapping[int, int] = {}
+    releases: bool = False
 
     def __str__(self) -> str:
         lines = " < ".join(f"{code.co_filename}:{line} {code.co_name}" for code, line in self.places)
