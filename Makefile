@@ -12,7 +12,7 @@ EXTENSION_SOURCES := CMakeLists.txt pyproject.toml $(wildcard csrc/*)
 # without which each of the tests' many processes compiles all of dos, and each worker rewrites the asserts of all tests.
 unexport OMP_NUM_THREADS PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo experiments docs quick test test-slow lint format wheel clean
+.PHONY: demo experiments docs quick test test-slow test-races lint format wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.train
@@ -42,6 +42,10 @@ test: $(COMPLETE)
 test-slow: $(COMPLETE)
 	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -m clock
 	OMP_WAIT_POLICY=passive DOS_EXAMPLES=100 DOS_CALLS=48 $(BIN)/python -m pytest -q -m "(slow or hypothesis) and not clock"
+
+# Two accesses of memory that nothing orders fail a test of the library, whatever the timing was.
+test-races: $(COMPLETE)
+	CUDA_VISIBLE_DEVICES= OMP_WAIT_POLICY=passive DOS_RACES=1 $(BIN)/python -m pytest -q -m "not clock and not slow" -n 2 tests/dos
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
