@@ -28,7 +28,7 @@ from dos.owners.waiting import Waiting
 from dos.parameters.active import Active, Ready
 from dos.parameters.admission import Group
 from dos.parameters.hooks import Attachment
-from dos.parameters.reconciler import copy_live
+from dos.parameters.reconciler import copy_live, live_views
 from dos.parameters.registry import Registry, tell_autograd
 from dos.parameters.watching import Watching
 from dos.sharding.meshes import Meshes
@@ -248,7 +248,7 @@ class Session:
         """Do so; return whether the memory of some parameters has to be made anew."""
         parts = self.assembly
         self.state.check_whole()
-        gone = parts.reconciler.lacking_fields(groups)
+        gone, views = parts.reconciler.lacking_fields(groups), list[Tensor]()
         if gone:
             self.state.settle_within(parts.parameters)
             lies_in_state = overlap_with(self.registry.state_memory())
@@ -256,7 +256,10 @@ class Session:
                 copy_live(state.get(p, {}), {}, lies_in_state)
         else:
             self.state.bring_home_within()
+            views = live_views(state, overlap_with(self.registry.state_memory()))
         self.registry.homes.open()
+        # User code may write to tensors that it has loaded until the next step.
+        self.registry.homes.exposed.update(self.registry.subgroups_of(views))
         with self.guard.change():
             parts.forget(gone)
             self.state.install(state)

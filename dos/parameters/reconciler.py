@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dos.devices import memory_of
 from dos.parameters.active import Active, Given, Steady, same
 from dos.parameters.admission import Group, check_overlaps, check_parameter
 from dos.parameters.live_state import LiveState
@@ -242,3 +243,9 @@ def copy_live(entry: dict[str, Any], own: Mapping[str, Tensor], lies_in_state: C
     for key, value in entry.items():
         if isinstance(value, Tensor) and value is not own.get(key) and lies_in_state(local(value)):
             entry[key] = laid_out_as(local(value).clone(), value)
+
+
+def live_views(state: Mapping[Tensor, Any], lies_in_state: Callable[[Tensor], bool]) -> list[Tensor]:
+    """Return the parameters of which a tensor in the entry lies in the memory of state."""
+    tensors = ((p, local(v)) for p, entry in state.items() for v in entry.values() if isinstance(v, Tensor))
+    return [p for p, tensor in tensors if memory_of(tensor) is not None and lies_in_state(tensor)]

@@ -54,6 +54,25 @@ def assert_as_on_host(model: nn.Sequential, optimizer: DOSAdam, steps: int, unus
         assert bits([optimizer.state[p]["exp_avg_sq"]]) == bits([reference.state[q]["exp_avg_sq"]])
 
 
+def test_what_is_written_to_views_that_were_loaded_is_not_lost() -> None:
+    """State is not fetched in backward then, as after user code has read it: here it was read before the last step."""
+    ends = []
+    for device in (CopyingAtOnce(), None):
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), policy="stride:1", subgroup_size=150, device=device)
+        train(model, optimizer, 3)
+        saved = optimizer.state_dict()
+        train(model, optimizer, 1)
+        optimizer.load_state_dict(saved)
+        backward(model, 4)
+        for entry in saved["state"].values():
+            entry["exp_avg"].mul_(0.5)
+        optimizer.step()
+        optimizer.synchronize()
+        ends.append(bits(model.parameters()))
+    assert ends[0] == ends[1]
+
+
 def note_freed(device: FakeCudaDevice, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
     """A list to which each buffer is added that the device is given back, with what is in it then."""
     free, freed = device.free, list[tuple[Tensor, Tensor]]()
