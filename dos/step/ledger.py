@@ -276,9 +276,12 @@ class Ledger:
         if not turns.whole:
             return  # a job that failed while it was issued may still use the memory, and is not in `last`
         # The device may still read and write the memory that is released below, although the host's updates have ended.
-        for job in step.last.values():
-            with contextlib.suppress(Exception):  # raised by `settle`, which waits for the same jobs
+        try:
+            for job in step.last.values():
                 job.wait()
+        except Exception:  # raised by `settle`, which waits for the same jobs
+            # A job that was never issued, because a read has failed, ends before others in its stream.
+            step.spans([])
         self.stores.device.release_slots()
         for subgroup, store in step.rooms_to_free:
             store.drop(subgroup)
