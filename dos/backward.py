@@ -54,7 +54,6 @@ class Backward:
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
     weights: of the model's blocks, if they stream. now: the iteration that runs.
     attached: whether updates run on into a model's forward. updates: whether they begin in backward.
-    expected: the number of gradients that backward wrote in the last iteration; 0: none has ended.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
@@ -93,9 +92,9 @@ class Backward:
         if self.decisions.follows_memory:
             activations.runs_short = weakref.WeakMethod(self.decisions.memory.runs_short)
         self.now = Iteration(device)
-        self.expected = 0
         self._registry, self._ledger, self._guard = registry, ledger, guard
         self._wanted = _NOT_ASKED
+        self._gradients_before = 0
         self._micro_batches = 1
         self._departed = False
         """Whether gradients have left in backward, and the step uses them as they left."""
@@ -199,7 +198,7 @@ class Backward:
         now, memory = self.now, self.decisions.memory
         now.gradients += 1
         if now.backward is not None:
-            is_last = now.gradients == (self.expected or len(self._registry.watching))
+            is_last = now.gradients == (self._gradients_before or len(self._registry.watching))
             if is_last or time.perf_counter() >= memory.due:  # asked here, because each gradient calls this
                 memory.sample(always=is_last)
         else:
@@ -389,5 +388,5 @@ class Backward:
         self.departures.finish()
         self.begin_gradients()
         self._wanted = _NOT_ASKED
-        self.expected = self.now.gradients
+        self._gradients_before = self.now.gradients
         self.decisions.memory.end_iteration()

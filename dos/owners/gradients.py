@@ -46,12 +46,9 @@ class Gradients:
                     )
                 on_device.replays = True  # replays run no hooks: only step() finds their gradients
                 return
-        if on_device is None or not on_device.stays(parameter):
-            self._gradient_ready(parameter, leaf)
-        if on_device is not None and on_device.now.gradients == on_device.expected and on_device.device.queues:
-            # The last one. `step()` finds what it is about to read in the processor's caches, if the device is behind.
-            with self._lock:
-                self._assembly.reconciler.look_ahead()
+            if on_device.stays(parameter):
+                return
+        self._gradient_ready(parameter, leaf)
 
     @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:

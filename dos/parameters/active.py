@@ -95,20 +95,13 @@ class Steady:
 
         state: compared with the records; None: nobody can have changed an entry.
         """
-        registry, records = self._registry, self._records
+        registry, records, own = self._registry, self._records, self._with
         if (registry.records_made, len(registry.records)) != self._records_made or extras != self._extras:
             return None
         if not same(groups, self._groups):
             return None
         if not all(same(group["params"], before) for group, before in zip(groups, self._parameters, strict=True)):
             return None
-        if state is not None and not all(r.intact(dict.get(state, r.parameter) or {}) for r in records):
-            return None
-        return self.look()
-
-    def look(self) -> Given | None:
-        """Return the same without a look at groups and state."""
-        records, own = self._records, self._with
         gradients = [gradient for p in own if (gradient := p.grad) is not None]
         if len(gradients) != len(own) or [p for p in self._without if p.grad is not None]:
             return None
@@ -117,6 +110,8 @@ class Steady:
         if [version_counter(p) for p in own] != [r.version for r in records]:
             return None
         if [p.data_ptr() for p in own] != [r.data_ptr for r in records]:
+            return None
+        if state is not None and not all(r.intact(dict.get(state, r.parameter) or {}) for r in records):
             return None
         return Given(gradients, [gradient.data_ptr() for gradient in gradients], self._forms, self)
 

@@ -107,11 +107,6 @@ class Reconciler:
             self._steady = Steady(settled, groups, extras, self._registry)
         return Look(settled, others, gone)
 
-    def look_ahead(self) -> None:
-        """Read what the next look compares first: from main memory that takes three times as long."""
-        if self._steady is not None:
-            self._steady.look()
-
     def forget(self) -> None:
         """Forget what the last look has found, so that records that are forgotten are released."""
         self._steady, self._last = None, []

@@ -158,8 +158,6 @@ class Ledger:
             schedule = self._scheduled[1]
             begun = [transit for _, transit in adopted]
             self.step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
-            if self.device.queues and any(subjects[i].update for i in plan.served(Placement.CPU)):
-                self._begin_lane()  # its threads wake up while the first turn is made
             # The host begins to update while later tasks are issued.
             self.step.issue(self._give)
             self.close()
@@ -234,8 +232,9 @@ class Ledger:
     def _give(self, turn: Turn) -> None:
         assert self._turns is not None, "the step has begun"
         self._turns.give(turn)
-        self._begin_lane()
-        self._turns.let_begin(turn)
+        if self._lane_done is None:
+            self._begin_lane()
+            self._turns.let_begin(turn)
 
     @contextlib.contextmanager
     def _failing(self, turns: Turns) -> Iterator[None]:

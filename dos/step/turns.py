@@ -80,11 +80,11 @@ class Turns:
             future.add_done_callback(partial(_tell, self._arrivals, number))
 
     def let_begin(self, turn: Turn) -> None:
-        """Wait until the update of this turn has begun, if it is the first one and can begin now.
+        """Wait until the update of this turn, the first one, has begun, if it can begin now.
 
         Else the caller would keep Python's lock for up to `sys.getswitchinterval()`, 5 ms, and the lane would idle.
         """
-        if len(self._given) == 1 and all(map(has_ended, turn.ready)):
+        if all(map(has_ended, turn.ready)):
             self.order.await_begin(BEGIN_S)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -393,6 +393,4 @@ def test_the_first_turn_begins_although_the_caller_keeps_pythons_lock(
 def test_the_caller_does_not_wait_for_a_first_turn_that_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "BEGIN_S", 1e6)
     turns = Turns([0])
-    first = turn(0, lambda: lambda: None)._replace(ready=[ThreadJob(Future())])
-    turns.give(first)
-    turns.let_begin(first)
+    turns.let_begin(turn(0, lambda: lambda: None)._replace(ready=[ThreadJob(Future())]))

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
-from dos.parameters.active import Steady
 from dos.state.subgroup import Piece
 from dos.step.turns import Turns
 from dos.step.unseen import UnseenWrites
@@ -136,27 +135,6 @@ def test_calls_for_a_gradient_on_all_threads(
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
     few, many = (calls_for_gradients(count * OF_MODEL, updates, device) for count in (4, 12))
     assert (many - few) / (8 * OF_MODEL) <= most
-
-
-@pytest.mark.parametrize("policy", ["cpu", "resident"])
-def test_the_hook_of_the_last_gradient_looks_ahead(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ParameterList(torch.randn(SIZE) for _ in range(FEW))
-    device = FakeCudaDevice(install(monkeypatch, seed=None))
-    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=SIZE * EACH, device=device)
-    looks, look = 0, Steady.look
-
-    def counted(steady: Steady) -> Any:
-        nonlocal looks
-        looks += 1
-        return look(steady)
-
-    monkeypatch.setattr(Steady, "look", counted)
-    for step in range(6):
-        sum(p.square().sum() for p in model).backward()
-        assert looks == (step >= 3)
-        optimizer.step()
-        optimizer.zero_grad()
-        looks = 0
 
 
 def test_the_first_update_waits_for_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
