@@ -83,7 +83,7 @@ def test_a_tensor_waits_for_the_memory_of_those_that_queued_work_still_reads() -
     device.count(read)
     may_end = threading.Event()
     device.launch(0, may_end.wait, 0)
-    device.copy(Op.GRADIENT, 0, [(torch.zeros_like(read), read)], [device.launch(0, lambda: None, 0)])
+    device.copy(Op.GRADIENT, 0, [(torch.zeros_like(read), read)], [device.launch(0, lambda: None, 0), *device.fence()])
     del read
     threading.Timer(0.05, may_end.set).start()
     device.count(fits)
