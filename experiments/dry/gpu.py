@@ -27,6 +27,8 @@ DEVICE_BYTES = 80 << 30
 """Of each of the machines, or less."""
 TRITON_S = 80e-6
 """That the host takes to launch an update, with Python's lock."""
+BITS_ELEMENTS = 2048 * 16
+"""That share a sum of bits, as in `dos.kernels.triton_bits`, which only imports with Triton."""
 MOST_UPDATES = 4096
 """On the CPU between two looks."""
 SLICE_S = 25e-6
@@ -35,7 +37,8 @@ SLICE_S = 25e-6
 
 def install(machine: Machine, costs: Costs | None = None) -> None:
     """Do it, before anything imports dos, or torch uses a device."""
-    lib.sim_dry(_doubles(machine.figures), _doubles(astuple(costs or Costs())))
+    costs = costs or Costs()
+    lib.sim_dry(_doubles(machine.figures), _doubles(astuple(costs)))
     lib.sim_capacity(DEVICE_BYTES)
     from experiments.simdev import as_cuda
 
@@ -67,6 +70,10 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
         },
         GpuBatch: {"prepare": _device_kernel(machine)},
     }
+    with contextlib.suppress(ImportError):  # `--dos` may be older
+        from dos.state import bit_sums
+
+        exchanged[bit_sums] = {"bits_kernel": lambda device: _BitsKernel(costs)}
     for owner, names in exchanged.items():
         for name, value in names.items():
             setattr(owner, name, value)
@@ -186,6 +193,21 @@ class _Arrivals:
 
 def _addresses(events: Sequence[int]) -> Any:
     return (ctypes.c_size_t * len(events))(*events)
+
+
+class _BitsKernel:
+    """In place of `dos.kernels.triton_bits`: one launch sums the bits of all parameters of a subgroup."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._bandwidth = costs.device_bandwidth
+
+    @staticmethod
+    def sums_of(numel: int) -> int:
+        return -(-numel // BITS_ELEMENTS)
+
+    def sum_bits(self, rows: np.ndarray, send: object, sums: object, itemsize: int) -> None:
+        holding.sim_spend(TRITON_S)
+        lib.sim_busy(itemsize * float(rows[:, 1].sum()) / self._bandwidth)
 
 
 def _device_kernel(machine: Machine) -> Callable[..., Any]:
