@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from dos import DOSAdam, EmulatedDevice
 from tests.support.devices import LateDevice
-from tests.support.training import FAST, leaving_early, mlp
+from tests.support.training import FAST, Regression, leaving_early, mlp
 
 pytestmark = [
     pytest.mark.usefixtures("one_core"),
@@ -43,17 +43,6 @@ def checked(run: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return with_check
-
-
-class Regression(nn.Module):
-    """As Trainer wants a model: it returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.net(inputs).square().mean()}
 
 
 @checked

@@ -57,6 +57,17 @@ def mlp(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = 40) -> n
     )
 
 
+class Regression(nn.Module):
+    """As Trainer wants a model: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(inputs).square().mean()}
+
+
 def loss_of(model: nn.Module, step: int) -> Tensor:
     """On a batch that depends on the step number alone."""
     generator = torch.Generator().manual_seed(1000 + step)

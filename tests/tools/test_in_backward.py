@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dos import DOSAdam
-from tests.support.training import assert_close_ulp, batch, everything, loss_of, mlp
+from tests.support.training import Regression, assert_close_ulp, batch, everything, loss_of, mlp
 
 
 def test_accelerates_accumulation_needs_no_code() -> None:
@@ -30,17 +30,6 @@ def test_accelerates_accumulation_needs_no_code() -> None:
         assert float(optimizer.state_dict()["state"][0]["step"]) == 4
         found.append(everything(model, optimizer))
     assert found[0] == found[1]
-
-
-class Regression(nn.Module):
-    """As Trainer wants a model: it returns its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.net(inputs).square().mean()}
 
 
 def by_trainer(kind: Any, folder: Path, resume: Path | None = None) -> tuple[list[float], list[Tensor]]:
