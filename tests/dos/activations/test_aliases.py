@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.activations import Writes, later, optimizer_of, saved, saves, transfers
-from tests.support.devices import Copying, CopyingAtOnce
+from tests.support.devices import Copying, CopyingAtOnce, synchronize_devices
 from tests.support.inside import offload_of
 from tests.support.training import bits
 
@@ -126,6 +126,7 @@ def test_memory_that_two_copies_are_of_is_freed_and_counted_once() -> None:
             device.asked.clear()
             loss = model(torch.randn(40, 30)).sum()
             assert loss.requires_grad, "its graph is there"
+            synchronize_devices()  # a copy that runs refers to memory that was released
             held.append(device.usage().occupied)
             moved = saved(optimizer)
             loss.backward()

@@ -6,10 +6,12 @@ Each job of the device has ended when it is issued, so that nothing overlaps in 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import re
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -281,6 +283,33 @@ def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     ]
     found = [text.splitlines() for text in checker.races.values()]
     assert any(all(map(re.fullmatch, lines, each)) for each in found), checker.report()
+
+
+class File:
+    """Is made where the last one was, as a file may be."""
+
+
+def test_no_file_has_the_addresses_of_one_that_is_gone() -> None:
+    with checking() as checker:
+        assert len({checker.file_address(File()) for _ in range(20)}) == 20
+
+
+def test_no_garbage_is_collected_by_a_thread_that_others_wait_for() -> None:
+    """A callback of the collector may wait for a job, whose thread tells the checker of an access."""
+    within, before = list[bool](), gc.get_threshold()
+
+    def called(*_: object) -> None:
+        within.append(checker._within == threading.get_ident())
+
+    gc.callbacks.append(called)
+    gc.set_threshold(100, 10**6)  # the youngest alone, which takes no time
+    try:
+        with checking() as checker:
+            on_host(Path())
+    finally:
+        gc.callbacks.remove(called)
+        gc.set_threshold(*before)
+    assert set(within) == {False}
 
 
 def leave_out(patch: pytest.MonkeyPatch, fault: Fault) -> None:

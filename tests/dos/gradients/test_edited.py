@@ -169,6 +169,10 @@ def gan(make: Any, drop: Callable[[nn.Module], None]) -> list[bytes]:
     return bits([*fakes.parameters(), *judge.parameters()])
 
 
+def by_module(model: nn.Module) -> None:
+    model.zero_grad()  # as it is now: the first optimizer that offloads replaces the method
+
+
 def by_hand(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.grad = None
@@ -178,7 +182,7 @@ def test_two_optimizers_that_get_gradients_of_one_loss() -> None:
     offloads = maker("cpu", offload_gradients=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gan(offloads, nn.Module.zero_grad) == gan(DOSAdam, nn.Module.zero_grad)
+        assert gan(offloads, by_module) == gan(DOSAdam, by_module)
     with pytest.warns(UserWarning, match=r"which this optimizer has not used .* `?p.grad = None`? does not") as caught:
         gan(offloads, by_hand)
     assert len(caught) == 1, "once"

@@ -86,9 +86,9 @@ def test_the_third_step_is_told_in_one_line(attaches: bool, caplog: pytest.LogCa
         line,
     )
     assert found, line
-    share, iteration, added, predicted, bound = map(float, found.groups())
+    share, _, added, predicted, bound = map(float, found.groups())
     assert 40 < share <= 50
-    assert 0 < added <= iteration
+    assert attaches or added > 0, "the next forward may come when all has ended"
     assert bound <= predicted + 0.1
 
 

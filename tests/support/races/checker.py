@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import gc
 import itertools
 import threading
 import weakref
@@ -94,7 +95,8 @@ class Checker:
         self._kept: list[tuple[int, int, int, int]] = []
         self._of_executor: weakref.WeakKeyDictionary[Any, Actor] = weakref.WeakKeyDictionary()
         self._issued: dict[int, tuple[int, int]] = {}
-        self._files: dict[int, int] = {}
+        self._files: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._file_numbers = itertools.count()
         self._exposed: dict[tuple[int, ...], dict[int, int]] = {}
 
     def report(self) -> str:
@@ -229,7 +231,8 @@ class Checker:
             self._later.append(work)
             return
         with self._lock:
-            self._within = threading.get_ident()
+            self._within, collects = threading.get_ident(), gc.isenabled()
+            gc.disable()  # a callback of the collector may wait for a thread that waits for this lock
             try:
                 self._forget_dead()
                 work()
@@ -237,6 +240,8 @@ class Checker:
                     self._later.popleft()()
             finally:
                 self._within = None
+                if collects:
+                    gc.enable()
 
     def _forget_dead(self) -> None:
         while self._dead:
@@ -324,6 +329,12 @@ class Checker:
         if found is not None:
             self._do(lambda: self.shadow.forget(*found))
             self._note([(*found, True)], "allocation", self.queue, self.queue.clock, {})
+
+    def file_address(self, file: Any) -> int:
+        """Where the bytes of a file begin among addresses; never those of one that is gone."""
+        if file not in self._files:
+            self._files[file] = next(self._file_numbers)
+        return DISK + (self._files[file] << 48)
 
     def keep(self, tensor: Tensor, executor: ThreadPoolExecutor) -> None:
         """Memory that is released only when all jobs so far of this thread have ended."""

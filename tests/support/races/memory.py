@@ -24,7 +24,6 @@ from dos.weights.block import Block
 from perfmodel.format import BLOCK
 from tests.support.races.checker import Checker, here, on_host
 from tests.support.races.devices import around
-from tests.support.races.names import DISK
 
 
 class Kernels:
@@ -170,7 +169,7 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
     def extent_ranges(checker: Checker, extent: Any, *, writes: bool) -> list[tuple[int, int, bool]]:
         found = []
         for file, offset, nbytes, _ in extent.pieces:
-            base = DISK + (checker._files.setdefault(id(file), len(checker._files)) << 48) + offset
+            base = checker.file_address(file) + offset
             found.append((base, base + nbytes, writes))
         return found
 
