@@ -62,12 +62,17 @@ class Settings:
     cuda: whether there is a GPU; without one the accelerator is emulated.
     out: folder of the results.
     host_bytes: host memory for which models are chosen; None: what is available.
+    parameters, slice_bytes, batch: of the model that trains in a part of the GPU's memory, that part, and sequences of
+        a step; None: the check's own.
     """
 
     size: Size
     cuda: bool
     out: Path
     host_bytes: int | None = None
+    parameters: float | None = None
+    slice_bytes: int | None = None
+    batch: int | None = None
 
 
 @dataclass

@@ -25,8 +25,8 @@ from dos.report import nvidia_smi
 from experiments.check import calibration, contest, environment, hold_ups, streaming, suite
 from experiments.check.base import GRACE_S, Check, Record, Settings, Size, Status, read_record, run_isolated
 from experiments.check.report import alarms, show, write_results
-from experiments.command import Parser
-from perfmodel.planner.units import parse_bytes, parse_positive
+from experiments.command import Parser, positive
+from perfmodel.planner.units import parse_bytes, parse_count, parse_positive
 
 RESULTS = Path("experiments/results")
 INTERRUPTED = "interrupted"
@@ -63,6 +63,12 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     parser.add_argument("--host-bytes", type=parse_bytes, metavar="SIZE", help=host)
     parser.add_argument("--size", choices=[s.value for s in Size], help="full with a GPU, small without")
     parser.add_argument("--only", type=lambda text: text.split(","), help="names of checks, separated by commas")
+    parser.add_argument(
+        "--parameters", type=parse_count, metavar="N", help="of the large model that streams: 8e9 (6.5e9)"
+    )
+    part = "GPU memory in which it trains: 24GiB (12GiB)"
+    parser.add_argument("--slice", type=parse_bytes, metavar="SIZE", help=part)
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of its steps (4)")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.only or ()) - {check.name for check in checks})
     if unknown:
@@ -81,7 +87,8 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     except OSError as error:
         parser.error(f"argument --out: {error}")
     size = Size(args.size) if args.size else Size.SMALL if gpu is None else Size.FULL
-    settings = Settings(size, cuda=gpu is not None, out=out, host_bytes=args.host_bytes)
+    streamed = {"parameters": args.parameters, "slice_bytes": args.slice, "batch": args.batch}
+    settings = Settings(size, cuda=gpu is not None, out=out, host_bytes=args.host_bytes, **streamed)
     if gpu is None and seen:
         console.print(
             f"nvidia-smi shows {', '.join(seen)}, but torch cannot use it: is this torch for CUDA?", style="red"
@@ -96,6 +103,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
         "size": size.value,
         "minutes": args.minutes,
         "host_bytes": args.host_bytes,
+        **streamed,
     }
 
     def keep(records: Sequence[Record], complete: bool = False) -> None:

@@ -8,7 +8,7 @@ settings; or 8 billion whose weights stream, in all of the GPU's memory and in a
 are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has 4 sequences of 2,048 tokens
 (`--batch`). "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
 Without a GPU the same commands run with an emulated accelerator and tiny models, and say that no figure means
-anything.
+anything; with `--dry h100` they run DOSAdam, at full size, on the GPU of `experiments.dry`, which is only time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import datetime
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import resource
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,13 +50,14 @@ from experiments.check.contenders import (
 from experiments.check.contest import Clock, iterate
 from experiments.check.gpu_check import RESULTS, find_gpu, slug
 from experiments.check.models import SETTINGS, Batch, Job, emulated_device, prepare
-from experiments.check.streaming import GPU_BYTES, built_on_host, taken
+from experiments.check.streaming import GPU_BYTES, taken
 from experiments.check.streaming import LARGE as STREAMED
 from experiments.command import Parser, positive, table_of
-from experiments.gpt import GPTConfig
+from experiments.dry.machines import FILES, machine
+from experiments.gpt import GPT, GPTConfig
 from experiments.harness import finish, measuring
 from perfmodel.format import CODED, SPLIT
-from perfmodel.planner.machine import find_machine
+from perfmodel.planner.machine import Machine, find_machine
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
@@ -76,8 +79,8 @@ LEARNING = {Size.TINY: 2, Size.FULL: 14}
 """Iterations of DOSAdam before those that count; of others SETTLING."""
 SETTLING = 2
 SECONDS = 150.0
-"""That a contender may take."""
-DOES_NOT_FIT = "does not fit"
+"""That a contender may take, with four micro-batches or fewer."""
+DOES_NOT_FIT, NEEDS_GPU = "does not fit", "needs a GPU"
 COLUMNS = (
     *("contender", "parameters", "tokens_per_step", "tokens_per_s", "spread", "predicted_tokens_per_s"),
     *("gpu_bytes", "host_bytes", "note"),
@@ -85,6 +88,19 @@ COLUMNS = (
 EMULATED = (
     "No GPU was found: the accelerator is emulated, and a tiny model stands for {model}. The command runs; no figure "
     "means anything."
+)
+HERE = Path(__file__).parents[2]
+DRY_PROGRAM = """import json, sys
+from experiments.dry import gpu
+from experiments.dry.machines import machine
+words = json.loads(sys.argv[1])
+gpu.install(machine(words[0]))  # before anything imports dos
+from experiments.check.headline import figures_on_dry
+print(json.dumps(figures_on_dry(*words)))
+"""
+DRY = (
+    "A dry {machine}: forward and backward only pass as much time as the planner says, copies and updates as that "
+    "machine did. So these figures show DOSAdam's plans and its host's work, not a GPU."
 )
 
 
@@ -246,29 +262,38 @@ def train(model: str, name: str, micro_batches: int, batch: int | None, slice_by
         emulated = EmulatedDevice(emulated.profile, capacity=GPU_BYTES[Size.TINY])
     ballast = taken(device, slice_bytes) if bench.cuda and way.sliced else None
     contender = made(way, job, device, emulated, None if bench.cuda else size)
+    if measure(contender, job, micro_batches, bench, device, learns=way.kind is None):
+        bench.note(host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+        if bench.cuda:
+            gpu_bytes = torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes)
+            bench.note(gpu_bytes=gpu_bytes, predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes))
+
+
+def measure(
+    contender: Contender, job: Job, micro_batches: int, bench: Bench, device: torch.device, *, learns: bool
+) -> bool:
+    """Iterate, and note the figures, or why there are none; return whether there are."""
     batches, clock = itertools.cycle(job.batches(2, device)), Clock(bench.cuda)
     tokens = micro_batches * job.batch * job.config.context
     bench.note(parameters=job.numel, tokens_per_step=tokens)
     try:
         contender.open()
         running = Accumulating(contender, micro_batches)
-        iterate(running, batches, clock, LEARNING[bench.size] if way.kind is None else SETTLING)
+        iterate(running, batches, clock, LEARNING[bench.size] if learns else SETTLING)
         seconds, _ = iterate(running, batches, clock, TIMED[bench.size])
     except torch.OutOfMemoryError:
         bench.note(note=DOES_NOT_FIT)
-        return
+        return False
     except Broken as error:
         bench.note(note=str(error))
-        return
+        return False
     bench.note(
         iteration_s=statistics.median(seconds),
         tokens_per_s=tokens / statistics.median(seconds),
         spread=f"{tokens / max(seconds):,.0f} to {tokens / min(seconds):,.0f}",
-        gpu_bytes=torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes) if bench.cuda else None,
-        host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes) if bench.cuda else None,
-        metrics=contender.metrics() if way.kind is None else {},
+        metrics=contender.metrics() if learns else {},
     )
+    return True
 
 
 def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | None) -> Contender:
@@ -277,7 +302,7 @@ def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | No
         if importlib.util.find_spec(way.kind.package) is None:
             raise Skipped(f"{way.kind.package} is not installed")
         return Own(way.kind, job, device)
-    model, options = built_on_host(job, device) if way.streams else job.model(device), {**way.options, **SETTINGS}
+    model, options = job.on_host(device) if way.streams else job.model(device), {**way.options, **SETTINGS}
     if way.share is not None:
         state = CODED if "state_format" in way.options else SPLIT
         room = int(way.share * state.state_bytes * job.numel)
@@ -290,21 +315,32 @@ def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | No
     return Trains(way.name, model, optimizer)
 
 
-def predicted(job: Job, micro_batches: int, way: Way = DEFAULT, slice_bytes: int = 0) -> float | None:
-    """Tokens per second as the planner says of DOSAdam on this GPU; None if it knows the GPU or the way not."""
+def predicted(
+    job: Job, micro_batches: int, way: Way = DEFAULT, slice_bytes: int = 0, known: Machine | None = None
+) -> float | None:
+    """Tokens per second as the planner says of DOSAdam on a machine; None if it knows the machine or the way not.
+
+    known: the machine; None for this GPU's.
+    """
     if way != DEFAULT and not way.streams:
         return None
     try:
-        machine = find_machine(torch.cuda.get_device_name(), None)
+        known = known or find_machine(torch.cuda.get_device_name(), None)
     except ValueError:
         return None
+    question = question_of(job, micro_batches, way, known, slice_bytes)
+    return question.step_tokens / adaptive_outcome(Situation(question)).seconds
+
+
+def question_of(job: Job, micro_batches: int, way: Way, known: Machine, slice_bytes: int) -> Question:
+    """What the planner is asked about a way. known: the machine."""
     c = job.config
-    rate, source = machine.flops_rate("bf16", None, None)
+    rate, source = known.flops_rate("bf16", None, None)
     sizes = {"n_embd": c.width, "n_layer": c.layers, "n_head": c.heads, "n_positions": c.context}
-    question = Question(
+    return Question(
         Transformer.from_config({**sizes, "vocab_size": c.vocabulary}),
-        machine.profile,
-        slice_bytes if way.sliced else machine.device_bytes,
+        known.profile,
+        slice_bytes if way.sliced else known.device_bytes,
         batch=job.batch,
         sequence=c.context,
         checkpointing=True,
@@ -316,7 +352,6 @@ def predicted(job: Job, micro_batches: int, way: Way = DEFAULT, slice_bytes: int
         flops_rate=rate,
         flops_source=source,
     )
-    return question.step_tokens / adaptive_outcome(Situation(question)).seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -332,34 +367,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_out(None, "folder for the results (experiments/results/GPU-DATE-headline; out/headline without a GPU)")
     parser.add_argument("--contender", action="append", metavar="NAME", help="one of them (all); may be given again")
+    parser.add_argument("--dry", choices=FILES, help="on a GPU that is only time, at the rates of this machine")
     arguments = parser.parse_args(argv)
     names = arguments.contender or known[arguments.model]
     for name in names:
         if name not in known[arguments.model]:
             parser.error(f"argument --contender: found {name!r}; there are {'; '.join(known[arguments.model])}")
-    gpu, _ = find_gpu()
+    gpu = None if arguments.dry else find_gpu()[0]
     date = datetime.date.today().isoformat()
     out: Path = arguments.out or (RESULTS / f"{slug(gpu)}-{date}-headline" if gpu else Path("out/headline"))
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(Size.TINY if gpu is None else Size.FULL, cuda=gpu is not None, out=out)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with measuring(arguments.json, emulated=gpu is None) as (console, progress):
+    seconds = SECONDS * max(1.0, arguments.micro_batches / 4)
+    with measuring(arguments.json, emulated=gpu is None and not arguments.dry) as (console, progress):
         for number, name in itertools.product(range(arguments.rounds), names):
             progress(f"{name}, round {number + 1}")
-            work = functools.partial(
-                train, arguments.model, name, arguments.micro_batches, arguments.batch, arguments.slice
-            )
-            row = row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, SECONDS))
+            how = arguments.micro_batches, arguments.batch, arguments.slice
+            if arguments.dry and needs_gpu(arguments.model, name):
+                row = {"contender": name, "note": NEEDS_GPU}
+            elif arguments.dry:
+                row = {"contender": name, **run_dry(arguments.dry, arguments.model, name, *how, out, 2 * seconds)}
+            else:
+                work = functools.partial(train, arguments.model, name, *how)
+                row = row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, seconds))
             turns[name].append(row)
             if not console.is_terminal:  # where no status is shown
                 console.print(f"{name}: " + (row["note"] or f"{row['tokens_per_s']:,.0f} tokens/s"), soft_wrap=True)
     rows = [median_of(turn) for turn in turns.values()]
     shown = [key for key in COLUMNS if any(row.get(key) for row in rows)]
-    console.print(table_of(f"{gpu or 'Emulated'}: tokens per second", rows, *shown))
-    if gpu is None:
+    where = gpu or (f"Dry {arguments.dry}" if arguments.dry else "Emulated")
+    console.print(table_of(f"{where}: tokens per second", rows, *shown))
+    if arguments.dry:
+        console.print(DRY.format(machine=arguments.dry), soft_wrap=True)
+    elif gpu is None:
         console.print(EMULATED.format(model=arguments.model), soft_wrap=True)
     head = {
         "gpu": gpu,
+        "dry": arguments.dry,
         "date": date,
         **environment.commit(),
         "model": arguments.model,
@@ -367,6 +412,63 @@ def main(argv: Sequence[str] | None = None) -> int:
         "slice_bytes": arguments.slice,
     }
     return finish({**head, "rows": rows}, console, arguments.json)
+
+
+def run_dry(
+    on: str, model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, out: Path, seconds: float
+) -> dict[str, Any]:
+    """The figures of `figures_on_dry`, or why there are none, from a process of its own. seconds: that it may take."""
+    words = json.dumps([on, model, name, micro_batches, batch, slice_bytes, str(out.resolve())])
+    command = [sys.executable, "-W", "ignore", "-c", DRY_PROGRAM, words]
+    try:
+        done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return {"note": f"it did not end within {seconds:.0f} s and was killed"}
+    if done.returncode:
+        return {"note": done.stderr.strip().rpartition("\n")[2]}
+    return {"note": "", **json.loads(done.stdout.splitlines()[-1])}
+
+
+def figures_on_dry(
+    on: str, model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, out: str
+) -> dict[str, Any]:
+    """Train one way on a dry GPU, which is in torch.cuda's place already; return its figures."""
+    from experiments.dry import gpu
+    from experiments.dry.model import Times, dry_gpt
+    from experiments.simdev.accelerator import lib
+
+    way = {each.name: each for each in ways(model)}[name]
+    profile = machine(on).profile
+    known = find_machine(on, None)._replace(profile=profile, device_bytes=gpu.DEVICE_BYTES)
+    job = dataclasses.replace(JOBS[model], batch=batch or JOBS[model].batch)
+    asked = Situation(question_of(job, micro_batches, way, known, slice_bytes))
+    forward_s, backward_s = (seconds / job.config.layers for seconds in asked.job.compute_s)
+
+    class DryJob(Job):
+        """The job with a model that computes nothing, for as long as the planner says."""
+
+        def model(self, device: torch.device) -> GPT:
+            return dry_gpt(device, self.config, Times(forward_s, backward_s))
+
+        def on_host(self, device: torch.device) -> GPT:
+            return self.model(torch.device("cpu"))
+
+    device = torch.device(gpu.KIND, 0)
+    lib.sim_capacity(slice_bytes if way.sliced else gpu.DEVICE_BYTES)
+    lib.sim_others(asked.device.activations + asked.question.reserved)
+    bench = Bench(slug(name), Settings(Size.FULL, cuda=True, out=Path(out)), 0.0, Path(out) / "dry.json")
+    profiled = dataclasses.replace(way, options={**way.options, "profile": profile})
+    contender = made(profiled, DryJob(job.config, job.batch), device, None, None)
+    if measure(contender, job, micro_batches, bench, device, learns=way.kind is None):
+        bench.note(gpu_bytes=torch.cuda.max_memory_reserved())
+        if way.kind is None:
+            bench.note(predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes, known))
+    return bench.record.figures
+
+
+def needs_gpu(model: str, name: str) -> bool:
+    """Whether a dry GPU does not run this way: another optimizer's kernels do not pass its time."""
+    return any(each.name == name and each.kind is not None and each.kind.name != NOTHING for each in ways(model))
 
 
 def median_of(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -60,14 +60,30 @@ class Job:
 
     def fitting(self, most: float) -> Job:
         """With as many layers as `most` parameters allow, no more than there are and one at least."""
+        return self if most >= self.numel else self.sized(most)
+
+    def sized(self, parameters: float) -> Job:
+        """With as many layers as so many parameters allow, one at least."""
         rest = self.numel - self.config.layers * self.block_numel
-        layers = max(1, min(self.config.layers, int(min((most - rest) / self.block_numel, 1e9))))
+        layers = max(1, int((parameters - rest) / self.block_numel))
         return dataclasses.replace(self, config=dataclasses.replace(self.config, layers=layers))
 
     def model(self, device: torch.device) -> GPT:
         """A new model in bfloat16; the same each time."""
         torch.manual_seed(0)
         return GPT(self.config, device=device, dtype=torch.bfloat16)
+
+    def on_host(self, device: torch.device) -> GPT:
+        """A model in host memory; the GPU draws its weights, for which the host would need minutes."""
+        model = GPT(self.config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1:
+                    drawn: Tensor = torch.randn(parameter.shape, device=device).mul_(0.02)
+                    parameter.copy_(drawn)
+                else:
+                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        return model
 
     def batches(self, count: int, device: torch.device) -> list[Batch]:
         """Random tokens and targets."""

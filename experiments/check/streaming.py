@@ -85,12 +85,19 @@ def compare(bench: Bench, device: torch.device) -> None:
 
 
 def train_large(bench: Bench, device: torch.device) -> None:
-    """Train a model in less memory than its weights take, in int8; and forward and backward alone, with all of it."""
-    job, most = LARGE[bench.size], GPU_BYTES[bench.size]
+    """Train a model in a part of the memory, in int8; and forward and backward alone, with all of it.
+
+    By itself the check chooses a part that is less than the weights take.
+    """
+    asked, job = bench.settings, LARGE[bench.size]
+    most = asked.slice_bytes or GPU_BYTES[bench.size]
+    if asked.parameters is not None:
+        job = job.sized(asked.parameters)
     if bench.cuda:
         job = fitted(job, bench, each=math.ceil(CODED.held_bytes))
+    job = dataclasses.replace(job, batch=asked.batch or job.batch)
     weight_bytes = 2 * job.numel
-    if weight_bytes <= most:
+    if weight_bytes <= most and asked.slice_bytes is None:
         bench.say(f"the host has no memory for a model whose weights do not fit into {most / 2**30:.0f} GiB")
         return
     (batch,), clock = job.batches(1, device), Clock(bench.cuda)
@@ -105,7 +112,8 @@ def train_large(bench: Bench, device: torch.device) -> None:
     else:
         emulated = EmulatedDevice(HardwareProfile.builtin("h100").scaled(1e-4), capacity=most)
     options = {"state_format": "int8", **profile_of(bench, device)}
-    ours = streaming("large", built_on_host(job, device), emulated, 0, **options)
+    weights = 0 if weight_bytes > most else "auto"
+    ours = streaming("large", job.on_host(device), emulated, weights, **options)
     ballast = None if emulated else taken(device, most)
     loss = loss_of(ours.model, batch)
     first_s, _ = iterate(ours, batches, clock, SETTLING)
@@ -143,19 +151,6 @@ def train_large(bench: Bench, device: torch.device) -> None:
 def loss_of(model: GPT, batch: Batch) -> float:
     """The loss of a batch, in nats."""
     return float(model(*batch))
-
-
-def built_on_host(job: Job, device: torch.device) -> GPT:
-    """The model in host memory; the GPU draws its weights, for which the host would need minutes."""
-    model = GPT(job.config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                drawn: Tensor = torch.randn(parameter.shape, device=device).mul_(0.02)
-                parameter.copy_(drawn)
-            else:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    return model
 
 
 def taken(device: torch.device, left: int) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import mmap
+import os
 import sys
 import time
 import types
@@ -31,6 +33,8 @@ BITS_ELEMENTS = 2048 * 16
 """That share a sum of bits, as in `dos.kernels.triton_bits`, which only imports with Triton."""
 MOST_UPDATES = 4096
 """On the CPU between two looks."""
+PAGES_BYTES = 64 << 20
+"""Host memory that all mappings share."""
 SLICE_S = 25e-6
 """In which the host holds Python's lock and lets go of it in turn, as operations of torch do."""
 
@@ -53,13 +57,14 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     sys.modules["dos._adam"] = compiled
     import dos
     from dos.devices import cuda, pinned
+    from dos.gradients import offload
     from dos.kernels.gpu_update import GpuBatch
     from dos.machine import host_memory, threads
 
     exchanged: dict[Any, dict[str, Any]] = {
         dos: {"_adam": compiled},
         cuda: {"TYPE": KIND, "HANDLE": "event_id", "event_query": lambda: QUERY},
-        pinned: {"_make_pages": lambda address, nbytes: None},
+        pinned: {"_make_pages": lambda address, nbytes: None, "mmap": _Mmap()},
         host_memory: {
             **dict.fromkeys(("_memory_bytes", "_of_machine"), lambda: HOST_BYTES),  # one of them, by the version
             "_of_container": lambda *_: iter(()),
@@ -69,6 +74,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
             "physical_cores": lambda cpus, *_: len(cpus),
         },
         GpuBatch: {"prepare": _device_kernel(machine)},
+        offload: {"_add": _addition(machine)},
     }
     with contextlib.suppress(ImportError):  # `--dos` may be older
         from dos.state import bit_sums
@@ -78,6 +84,33 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
         for name, value in names.items():
             setattr(owner, name, value)
     threads.set_kernel_threads(machine.profile.cpu_threads)
+
+
+class _Mmap:
+    """In place of the module: all mappings have the same few pages, for nothing reads what is there."""
+
+    _NORESERVE, _FIXED = 0x4000, 0x10
+
+    def __init__(self) -> None:
+        self._pages = os.memfd_create("dry")
+        os.ftruncate(self._pages, PAGES_BYTES)
+        self._libc = ctypes.CDLL(None)
+        self._libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._libc.mmap.restype = ctypes.c_void_p
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mmap, name)
+
+    def mmap(self, file: int, length: int, flags: int) -> mmap.mmap:
+        made = mmap.mmap(file, length, flags=flags | self._NORESERVE)
+        address = np.frombuffer(made, dtype=np.uint8).ctypes.data
+        shared = mmap.MAP_SHARED | self._FIXED
+        for start in range(0, length, PAGES_BYTES):
+            nbytes = min(PAGES_BYTES, length - start)
+            rights = mmap.PROT_READ | mmap.PROT_WRITE
+            place = self._libc.mmap(address + start, nbytes, rights, shared, self._pages, 0)
+            assert place == address + start, "the system maps no more"
+        return made
 
 
 def busy(seconds: float) -> None:
@@ -208,6 +241,19 @@ class _BitsKernel:
     def sum_bits(self, rows: np.ndarray, send: object, sums: object, itemsize: int) -> None:
         holding.sim_spend(TRITON_S)
         lib.sim_busy(itemsize * float(rows[:, 1].sum()) / self._bandwidth)
+
+
+def _addition(machine: Machine) -> Callable[..., None]:
+    """In place of the function that adds a micro-batch's gradient to those of others on the host."""
+    traffic = 3 * SPLIT.value_bytes  # two are read, one is written
+    rate = machine.profile.cpu_update_rate * MIXED.update_traffic / traffic
+
+    def add(incoming: Any, target: object, dtype: object, before: Sequence[Any], addend: object = None) -> None:
+        for each in before:
+            each.result()
+        lib.sim_host_update(float(incoming.numel()), rate, traffic)
+
+    return add
 
 
 def _device_kernel(machine: Machine) -> Callable[..., Any]:

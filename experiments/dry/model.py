@@ -53,8 +53,8 @@ class _Layer(torch.autograd.Function):
             return torch.empty_like(grad), None, *map(torch.empty_like, ctx.saved_tensors)
 
 
-def _run(times: Times, parameters: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    return _Layer.apply(x, times, *parameters)
+def _run(times: Times, layer: nn.Module, x: Tensor) -> Tensor:
+    return _Layer.apply(x, times, *layer._parameters.values())  # which are others where weights stream
 
 
 def _in_turn(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor:
@@ -63,32 +63,38 @@ def _in_turn(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor:
     return x
 
 
-def _forward(model: GPT) -> Tensor:
-    x = model.tokens(torch.empty(1, device=model.tokens.weight.device))
+def _forward(model: GPT, *batch: Tensor) -> Tensor:
+    x = model.tokens(torch.empty(1, device=torch.device(gpu.KIND, 0)))
     x = model.positions(x)
     for block in model.blocks:
         x = block(x)
-    return _run(_NOTHING, (model.tokens.weight,), model.norm(x))  # tied: its gradient comes last
+    return _run(_NOTHING, model.tokens, model.norm(x))  # tied: its gradient comes last
 
 
 _NOTHING = Times(0.0, 0.0, 0.0, 0.0)
 """Of embeddings and the last norm. Their time is in that of the blocks, so that all of them make the iteration."""
 
 
-def dry_gpt(device: torch.device, config: GPTConfig = CONFIG) -> GPT:
-    """A GPT with its real modules and parameters, in bfloat16. Called without arguments, it returns the loss."""
-    model = GPT(config, device=device, dtype=torch.bfloat16)
+def dry_gpt(device: torch.device, config: GPTConfig = CONFIG, times: Times | None = None) -> GPT:
+    """A GPT with its real modules and parameters, in bfloat16. Called with or without a batch, it returns the loss.
+
+    times: of a block. On the host its values are whatever is there.
+    """
+    times = times or Times()
+    if device.type == "cpu":
+        model = GPT(config, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    else:
+        model = GPT(config, device=device, dtype=torch.bfloat16)
     for block in model.blocks:
         layers = tuple(block.children())
         numel = sum(p.numel() for p in block.parameters())
         for layer in layers:
-            own = tuple(layer.parameters())
-            share = sum(p.numel() for p in own) / numel
-            layer.forward = partial(_run, Times().scaled(share, 1 / len(layers)), own)
+            share = sum(p.numel() for p in layer.parameters()) / numel
+            layer.forward = partial(_run, times.scaled(share, 1 / len(layers)), layer)
         block.forward = partial(_in_turn, layers)
     ends: tuple[nn.Module, ...] = (model.norm, model.tokens, model.positions)
     for layer in ends:
-        layer.forward = partial(_run, _NOTHING, tuple(layer.parameters()))
+        layer.forward = partial(_run, _NOTHING, layer)
     whole: nn.Module = model
     whole.forward = partial(_forward, model)
     return model

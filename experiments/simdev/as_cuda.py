@@ -86,6 +86,7 @@ _GENERAL: dict[str, Callable[..., Any]] = {
     "memory_reserved": lambda device=None: _accelerator.memory_reserved(_index(device)),
     "memory_allocated": lambda device=None: _accelerator.memory_allocated(_index(device)),
     "max_memory_allocated": lambda device=None: _accelerator.max_memory_allocated(_index(device)),
+    "max_memory_reserved": lambda device=None: _accelerator.max_memory_reserved(_index(device)),
     "reset_peak_memory_stats": lambda device=None: _accelerator.reset_peak_memory_stats(_index(device)),
 }
 _OWN: dict[str, Callable[..., Any]] = {

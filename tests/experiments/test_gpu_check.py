@@ -130,6 +130,7 @@ def test_results_have_every_figure_and_say_where_and_when(tmp_path: Path) -> Non
     assert set(results) == {
         *("what", "gpu", "emulated", "date", "commit", "changed_files", "size", "minutes", "host_bytes", "seconds"),
         *("complete", "checks", "failed", "not_run", "running", "alarms", "targets_missed"),
+        *("parameters", "slice_bytes", "batch"),
     }
     assert results["complete"] is True
     assert (results["emulated"], results["gpu"], results["size"]) == (True, None, "tiny")
@@ -290,6 +291,18 @@ def test_jobs_know_their_parameters_and_are_cut_to_what_fits(tmp_path: Path) -> 
         fitted(job, here, most=1e6)
     here.settings = dataclasses.replace(here.settings, host_bytes=20 << 30)
     assert 0.75 * (20 << 30) < 16 * fitted(job, here).numel <= 0.8 * (20 << 30)
+
+
+@pytest.mark.slow
+def test_the_large_model_that_streams_is_as_large_as_asked_in_the_memory_asked_for(tmp_path: Path) -> None:
+    """Also where its weights fit there."""
+    asked = "--parameters=100e3", "--slice=512KiB", "--batch=2"
+    status, results = run(tmp_path, "--only=streaming", *asked)
+    assert status == 0, results["failed"]
+    large = results["checks"]["streaming"]["figures"]["large"]
+    assert (large["gpu_bytes"], large["batch"]) == (2**19, 2)
+    assert 85e3 < large["parameters"] <= 100e3
+    assert large["weight_bytes"] < large["gpu_bytes"]
 
 
 def test_a_neighbour_holds_what_it_is_told_to() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from experiments.check.headline import JOBS, LARGE, STREAMING, main, median_of, predicted, ways
+from experiments.check.headline import JOBS, LARGE, MEDIUM, STREAMING, main, median_of, predicted, ways
+from experiments.simdev.build import UnavailableError, library
 
 
 def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,3 +56,31 @@ def test_eight_billion_in_a_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert predicted(JOBS[STREAMING], 4, exact, 8 << 30) == 0.0, "it does not fit"
     names = ["--contender", coded.name, "--batch", "2", "--micro-batches", "2"]
     assert main(["--out", str(tmp_path), "--json", "--model", STREAMING, *names]) == 0
+
+
+def on_a_dry_gpu(model: str, *names: str, out: Path, shown: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The rows, as --json gives them."""
+    asked = [word for name in names for word in ("--contender", name)]
+    assert main(["--dry", "h100", "--out", str(out), "--json", "--model", model, *asked]) == 0
+    return json.loads(shown.readouterr().out)["rows"]
+
+
+def test_a_dry_gpu_runs_no_other_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "AdamW, bfloat16 state", "torchao CPUOffloadOptimizer"
+    rows = on_a_dry_gpu(LARGE, *names, out=tmp_path, shown=capsys)
+    assert [(row["contender"], row["note"]) for row in rows] == [(name, "needs a GPU") for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", JOBS)
+def test_models_train_on_a_dry_gpu_at_full_size(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They hold as much memory there as on a GPU, and hardly any here."""
+    try:
+        library()
+    except UnavailableError as unavailable:
+        pytest.skip(str(unavailable))
+    name = "DOSAdam, memory for half" if model == MEDIUM else ways(model)[-1 if model == STREAMING else 1].name
+    (row,) = on_a_dry_gpu(model, name, out=tmp_path, shown=capsys)
+    assert row["tokens_per_s"] == pytest.approx(8192 / row["iteration_s"]), row["note"]
+    assert row["gpu_bytes"] > 2 * JOBS[model].numel * (model != STREAMING)
+    assert (row["predicted_tokens_per_s"] is None) == (model == MEDIUM)

@@ -150,7 +150,8 @@ def test_operations_are_those_that_pytorch_counts(reentrant: bool | None, tied: 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, attn_implementation="eager")).train()
     tokens = torch.zeros(4, 128, dtype=torch.long)
     if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": reentrant})
     with FlopCounterMode(display=False) as counter:
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         forward = counter.get_total_flops()
