@@ -126,7 +126,7 @@ def test_memory_that_two_copies_are_of_is_freed_and_counted_once() -> None:
             device.asked.clear()
             loss = model(torch.randn(40, 30)).sum()
             assert loss.requires_grad, "its graph is there"
-            synchronize_devices()  # a copy that runs refers to memory that was released
+            synchronize_devices()  # a copy that has just ended may still refer to memory that was released
             held.append(device.usage().occupied)
             moved = saved(optimizer)
             loss.backward()

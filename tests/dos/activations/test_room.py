@@ -27,6 +27,7 @@ from tests.support.activations import (
     transfers,
 )
 from tests.support.clock import eventually
+from tests.support.devices import synchronize_devices
 from tests.support.inside import offload_of, session_of
 from tests.support.training import FAST, Raises, everything
 
@@ -206,6 +207,7 @@ def test_what_leaves_last_has_left_when_forward_ends(model: type[nn.Module], lef
         made, _optimizer, _ = start(activations, model=model(), device=device)
         loss = made(torch.randn(BATCH, WIDTH)).square().mean()
         assert loss.requires_grad, "its graph is there"
+        synchronize_devices()  # a copy that has just ended may still refer to memory that was released
         return device.usage().occupied
 
     assert held(0) - held(left + 100) == left

@@ -297,18 +297,18 @@ def test_no_file_has_the_addresses_of_one_that_is_gone() -> None:
 def test_no_garbage_is_collected_by_a_thread_that_others_wait_for() -> None:
     """A callback of the collector may wait for a job, whose thread tells the checker of an access."""
     within, before = list[bool](), gc.get_threshold()
+    with checking() as checker:
 
-    def called(*_: object) -> None:
-        within.append(checker._within == threading.get_ident())
+        def called(*_: object) -> None:
+            within.append(checker._within == threading.get_ident())
 
-    gc.callbacks.append(called)
-    gc.set_threshold(100, 10**6)  # the youngest alone, which takes no time
-    try:
-        with checking() as checker:
+        gc.callbacks.append(called)
+        gc.set_threshold(100, 10**6)  # the youngest alone, which takes no time
+        try:
             on_host(Path())
-    finally:
-        gc.callbacks.remove(called)
-        gc.set_threshold(*before)
+        finally:
+            gc.callbacks.remove(called)
+            gc.set_threshold(*before)
     assert set(within) == {False}
 
 
