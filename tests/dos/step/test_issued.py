@@ -38,12 +38,14 @@ STREAMS = {
 class Seen:
     """A job; the host's lane is seen to wait for it."""
 
-    def __init__(self, job: Job | None, device: Recording) -> None:
-        self.job, self.device = job, device
+    def __init__(self, job: Job | None, device: Recording, fences: Sequence[Job] = ()) -> None:
+        self.job, self.device, self.fences = job, device, fences
 
     def wait(self) -> Span:
         if _on_host_lane():
             self.device.waited.append(self)
+        for each in self.fences:
+            each.wait()
         return Span(Lane.GPU, Op.BACKWARD, None, 0.0, 0.0) if self.job is None else self.job.wait()
 
 
@@ -70,7 +72,7 @@ class Recording(Unreliable):
         self.store: DeviceStore | None = None
 
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
-        return (Seen(None, self),)
+        return (Seen(None, self, super().fence(callers)),)
 
     def copy(self, op: Op, subgroup: int, copies: Sequence[Copy], after: Sequence[Job] = ()) -> Job:
         job = Seen(super().copy(op, subgroup, copies, after), self)
