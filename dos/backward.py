@@ -18,10 +18,9 @@ from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
 from dos.parameters.registry import Registry
-from dos.planning.decide import Facts, host_limits
-from dos.planning.decisions import Decisions
+from dos.planning.decisions import Decisions, Facts, host_limits
 from dos.planning.policies import Policy
-from dos.sharding.ddp import reduced_parameters, several_ranks
+from dos.sharding import ddp
 from dos.sharding.local import same_layout
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
@@ -68,20 +67,24 @@ class Backward:
         self.attached = self.updates = self.replays = False
         self.weights: WeightHomes | None = None
         self._streams: list[WeightStream] = []
-        streams = self._streams  # a local, because the monitor's lambda must not refer to `self`: a cycle
+        streams = self._streams  # a local, because `held` must not refer to `self`: a cycle
         if options.disk:
             registry.homes.open_disk(device, options.disk)  # before the ledger, which takes the stores that there are
         ledger.open(device, registry.homes)
         self.departures = Departures()
         self.activations = activations = ActivationOffload(device, guard.lock, lambda: registry.bytes_to_come)
         device_store = ledger.stores.device
+
+        def held() -> int:
+            return device_store.nbytes + registry.lasting_bytes + sum([each.nbytes for each in streams])
+
         self.decisions = Decisions(
             device,
             policy,
             options.profile,
             options.memory_budget,
-            held=lambda: device_store.nbytes + registry.lasting_bytes + sum(each.nbytes for each in streams),
-            away=lambda: activations.away() if activations.in_use else 0,
+            held=held,
+            counted=lambda: held() - (activations.away() if activations.in_use else 0),
             host=registry.host_store,
             pool=activations.pool,
         )
@@ -112,7 +115,7 @@ class Backward:
         backward_s = max(0.0, pace.rest.seconds - (count - 1) * pace.forward.seconds) / count
         if self.weights is None and not self.updates:
             late = self.now.several_ranks or 2 * self.now.left > self.now.gradients
-            if late or reduced_parameters():
+            if late or ddp.reduced:
                 backward_s = pace.backward.seconds
             # Not how long it lasted from the first one that left: a plan that sends few of them chooses when that is,
             # and the next plan would believe it.
@@ -202,7 +205,7 @@ class Backward:
             if is_last or time.perf_counter() >= memory.due:  # asked here, because each gradient calls this
                 memory.sample(always=is_last)
         else:
-            now.backward, now.several_ranks = self.device.mark(), several_ranks()
+            now.backward, now.several_ranks = self.device.mark(), ddp.several_ranks()
             self.decisions.refine()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             memory.enter(Op.BACKWARD)
@@ -216,7 +219,7 @@ class Backward:
             return True
         if record.leaf is not record.parameter:
             return False
-        return not record.sharded and (self.now.several_ranks or id(record.parameter) in reduced_parameters())
+        return not record.sharded and (self.now.several_ranks or id(record.parameter) in ddp.reduced)
 
     def is_final(self, record: ParameterRecord) -> bool:
         """Return whether the step will use the gradient that backward has just written, so that it may be sent."""

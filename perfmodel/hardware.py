@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import numbers
@@ -125,12 +126,12 @@ class HardwareProfile:
             raise ValueError(f"profile name must be a text, found {self.name!r}")
         _check(self, f"profile {self.name!r}")
 
-    @property
+    @functools.cached_property
     def host_bandwidth_per_rank(self) -> float:
         """Bytes/s of host DRAM that one rank can count on while its neighbours do the same as it does."""
         return self.host_bandwidth / self.ranks_per_host
 
-    @property
+    @functools.cached_property
     def cpu_latency_s(self) -> float:
         """Fixed cost of an update on the CPU, in seconds."""
         return self.launch_latency_s if self.turn_latency_s is None else self.turn_latency_s

@@ -7,9 +7,10 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from dos.arguments import given_bytes, whole_number
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory, Moment, ThreadJob, memory_of
-from dos.devices.pacer import Pacer
 from dos.devices.pinned import unpin
 from dos.guard import exclusive, renewed, submit
 from dos.torch_internals.tensors import storage_address
@@ -105,6 +105,96 @@ def _now(occupancy: Occupancy, what: str) -> int:
     return given_bytes(occupancy(), what) if callable(occupancy) else occupancy
 
 
+Speeds = Callable[[Mapping[Lane, float]], Mapping[Lane, float]]
+"""Busy lanes, with the host DRAM bytes/s that each would cause alone -> speeds as fractions of the speeds alone."""
+
+_DONE_S = 1e-6
+"""Work with less than this many seconds left counts as done, because waits are not more exact."""
+
+
+@dataclass(eq=False)
+class _Work:
+    """A place in a lane's queue.
+
+    remaining: seconds that it still takes when no other lane is busy. demand: bytes/s of host DRAM meanwhile.
+    """
+
+    remaining: float
+    demand: float
+    urgent: bool
+    begun: bool = False
+
+
+class Pacer:
+    """Serves one piece of work per lane at a time, first come first served; lanes slow each other by `speeds`.
+
+    Urgent work interrupts other work, which continues afterwards.
+    """
+
+    def __init__(self, speeds: Speeds) -> None:
+        self._speeds = speeds
+        self._lock = threading.Lock()
+        # One for each lane: a thread that was woken for nothing would hold Python's lock up for the others.
+        self._changed = {lane: threading.Condition(self._lock) for lane in Lane}
+        self._queues: dict[Lane, deque[_Work]] = {lane: deque() for lane in Lane}
+        self._speed: Mapping[Lane, float] = {}
+        self._advanced = 0.0
+
+    @contextmanager
+    def serve(self, lane: Lane, alone_s: float, traffic: float = 0.0, *, urgent: bool = False) -> Iterator[float]:
+        """Occupy the lane while the body runs, and for at least as long as work of `alone_s` seconds takes on it.
+
+        alone_s: seconds that the work takes when no other lane is busy. traffic: bytes that it moves through host DRAM.
+        Yields the time.perf_counter() of its start.
+        """
+        work = _Work(alone_s, traffic / alone_s if alone_s > 0 else 0.0, urgent)
+        start = self._enter(lane, work)
+        try:
+            yield start
+        finally:
+            self._leave(lane, work)
+
+    def _enter(self, lane: Lane, work: _Work) -> float:
+        with self._lock:
+            queue = self._queues[lane]
+            self._advance()  # urgent work may take the place of the work that is being served
+            queue.insert(sum(other.urgent for other in queue) if work.urgent else len(queue), work)
+            while queue[0] is not work:
+                self._changed[lane].wait()
+            self._advance()
+            work.begun = True
+            self._share()
+            return self._advanced
+
+    def _leave(self, lane: Lane, work: _Work) -> None:
+        with self._lock:
+            queue = self._queues[lane]
+            self._advance()
+            # Urgent work may have taken the first place meanwhile, and this work continues after it.
+            while queue[0] is not work or work.remaining > _DONE_S:
+                self._changed[lane].wait(work.remaining / self._speed[lane] if queue[0] is work else None)
+                self._advance()
+            queue.popleft()
+            self._changed[lane].notify_all()
+            self._share()
+
+    def _advance(self) -> None:
+        """Account for the time since the last call at the speeds that held."""
+        now = time.perf_counter()
+        for lane, queue in self._queues.items():
+            if queue and queue[0].begun:
+                queue[0].remaining = max(0.0, queue[0].remaining - (now - self._advanced) * self._speed[lane])
+        self._advanced = now
+
+    def _share(self) -> None:
+        """Compute the speeds of another set of busy lanes, and wake the threads whose work takes another time now."""
+        demands = {lane: queue[0].demand for lane, queue in self._queues.items() if queue and queue[0].begun}
+        before, self._speed = self._speed, self._speeds(demands)
+        for lane, speed in self._speed.items():
+            if speed != before.get(lane):
+                self._changed[lane].notify_all()
+
+
 class EmulatedDevice:
     """Emulates an accelerator and its host; parameters are ordinary CPU tensors that count as being on it.
 
@@ -138,7 +228,8 @@ class EmulatedDevice:
         *,
         neighbour: Occupancy = 0,
     ) -> None:
-        self.profile = _checked(profile)
+        self.profile = self.known_profile = _checked(profile)
+        self._speed = functools.cache(self.profile.speed)
         self.capacity = whole_number(capacity, "capacity", "bytes")
         self.occupied = _occupancy(occupied, "occupied")
         self.neighbour = _occupancy(neighbour, "neighbour")
@@ -179,10 +270,6 @@ class EmulatedDevice:
     @property
     def name(self) -> str:
         return f"emulated {self.profile.name}"
-
-    @property
-    def known_profile(self) -> HardwareProfile:
-        return self.profile
 
     def capturing(self) -> bool:
         return False
@@ -337,7 +424,7 @@ class EmulatedDevice:
         def work(_held: Sequence[Tensor] = reads) -> None:
             update()
 
-        size = numel / self.profile.speed(Lane.GPU, state_format)
+        size = numel / self._speed(Lane.GPU, state_format)
         alone_s = LANES[LANE_OF[Op.UPDATE]].seconds(size, self.profile)
         return self._queue(Op.UPDATE, subgroup, work, alone_s, 0, after)
 
@@ -349,7 +436,7 @@ class EmulatedDevice:
         return False
 
     def host_update(self, numel: int, traffic: int, state_format: str = MIXED.name) -> AbstractContextManager[float]:
-        alone_s = LANES[Lane.CPU].seconds(numel / self.profile.speed(Lane.CPU, state_format), self.profile)
+        alone_s = LANES[Lane.CPU].seconds(numel / self._speed(Lane.CPU, state_format), self.profile)
         return self._pacer.serve(Lane.CPU, alone_s, traffic * self.profile.cpu_traffic_factor)
 
     def disk_io(self, lane: Lane, nbytes: int) -> AbstractContextManager[float]:

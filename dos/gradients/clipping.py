@@ -49,8 +49,9 @@ class Clipping:
 
     def marked(self) -> list[tuple[Token, Tensor]]:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
-        found = ((token, token.alive) for token, _ in self._clipped.values())
-        return [(token, local(gradient)) for token, gradient in found if isinstance(gradient, Tensor)]
+        return [
+            (token, local(alive)) for token, _ in self._clipped.values() if isinstance(alive := token.alive, Tensor)
+        ]
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the 2-norm of their gradients, wherever these are, as the step will use them.

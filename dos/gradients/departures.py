@@ -197,12 +197,12 @@ class Departures:
 
     def marked(self) -> list[tuple[Token, Tensor]]:
         """Return tokens and tensors of which no version counts writes; see `look_at_bits`."""
-        marked = [
-            (seen.written, record.gradient)
-            for record, seen in self._with_bits.items()
-            if seen.written is not None and seen.written.bits is not None
-        ]
-        return [(written, gradient) for written, gradient in marked if gradient is not None]
+        marked = []
+        for record, seen in self._with_bits.items():
+            written, gradient = seen.written, record.gradient
+            if written is not None and written.bits is not None and gradient is not None:
+                marked.append((written, gradient))
+        return marked
 
     def begin_step(self, writes: int | None) -> None:
         """Begin a step, successful or not.
@@ -225,7 +225,7 @@ class Departures:
             return Subject(subgroup, update, (), ())
         departure = self._departures.get(subgroup)
         # A wider staging may have replaced the one to which they were sent.
-        if departure is None or not departure.sent or departure.staging is not subgroup.arena.gradient:
+        if departure is None or not departure.sent or departure.staging is not subgroup.arena.incoming.tensor:
             return Subject(subgroup, update, (), update.items)
         if departure.whole is not None and self._is_whole(departure.whole[1], update):
             self._whole.append(departure)
@@ -258,14 +258,16 @@ class Departures:
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
         checked = self._checked
         checked |= {self._seen[piece.record]: True for each in self._whole for piece in each.subgroup.pieces}
+        all_changed = True
         for record, seen in fired:
             untouched = checked.get(seen)
             seen.untouched = self._is_untouched(record, seen) if untouched is None else untouched
+            all_changed &= not seen.untouched
         for seen in self._seen.values():
             seen.expected = seen.times
         self._fired_last = self._fired
         self.forget()
-        if fired and not any(seen.untouched for _, seen in fired) and not self._explained:
+        if fired and all_changed and not self._explained:
             self._explained = True
             logger.warning(
                 "gradients change between backward and step(), so they cannot leave during backward, which is slower; "

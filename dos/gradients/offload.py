@@ -193,7 +193,7 @@ class OffloadedGradients:
         if leaf is not record.leaf:  # written by another thread where it is on another device
             thread = None if before is None else before.thread
         if before is None:
-            values = arena.gradient[record.offset : record.offset + record.numel]
+            values = arena.incoming.tensor[record.offset : record.offset + record.numel]
             if at_home:
                 arrived = ledger.lane.add(partial(_copy, values, flat))
             else:

@@ -30,9 +30,9 @@ from dos.parameters.admission import Group
 from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry
 from dos.parameters.watching import first_hooked
-from dos.planning.decide import Facts
+from dos.planning.decisions import Facts
 from dos.rules.base import Rule
-from dos.sharding.ddp import reduced_parameters, several_ranks
+from dos.sharding import ddp
 from dos.sharding.local import version
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
@@ -207,9 +207,9 @@ class InBackward:
             return UNENDED
         if run is not None and run.updates and run.double:
             return DOUBLE
-        if not self.members.isdisjoint(reduced_parameters()):
+        if not self.members.isdisjoint(ddp.reduced):
             return RANKS.format("DistributedDataParallel")
-        if several_ranks():
+        if ddp.several_ranks():
             return RANKS.format("a job of several ranks")
         among = (parameter,) if run is None else parameters
         hooked = first_hooked([p for p in among if id(p) in self.members])

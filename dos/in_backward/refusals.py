@@ -6,7 +6,7 @@ from torch import nn
 
 from dos.options import Options
 from dos.parameters.watching import first_hooked
-from dos.sharding.ddp import reduced_parameters, several_ranks
+from dos.sharding import ddp
 from dos.sharding.local import is_sharded
 from dos.torch_internals.module_parameters import parameters_of
 
@@ -103,9 +103,9 @@ def check_updates(model: nn.Module, options: Options) -> None:
     elif options.skip_nonfinite:
         problem = "skip_nonfinite=True needs the norm of all gradients, known only after backward; leave it out"
     parameters = parameters_of(model)
-    if problem is None and any(id(p) in reduced_parameters() for p in parameters):
+    if problem is None and any(id(p) in ddp.reduced for p in parameters):
         problem = "DistributedDataParallel reduces gradients after backward's hooks; train in one process"
-    if problem is None and (several_ranks() or any(map(is_sharded, parameters))):
+    if problem is None and (ddp.several_ranks() or any(map(is_sharded, parameters))):
         problem = "ranks divide parameters or reduce gradients, which step() updates; train in one process"
     hooked = first_hooked(parameters)
     if problem is None and hooked is not None:

@@ -165,7 +165,7 @@ def prepare(
     if first._gpu is not None:
         return first._gpu.prepare(steps, table)
     scalars = [(*step.scalars, step.use_l2, step.amsgrad, step.seed) for step in steps]
-    return HostUpdate(table, scalars, threads, isa)
+    return HostUpdate(table, scalars, _threads(threads), isa)
 
 
 class HostUpdate:
@@ -174,7 +174,8 @@ class HostUpdate:
     def __init__(
         self, table: NDArray[np.int64], scalars: Sequence[tuple[float, ...]], threads: int, isa: str | None
     ) -> None:
-        self._table, self._scalars, self._threads, self._isa = table, scalars, threads, isa
+        self._table = table
+        self._arguments = table.ctypes.data, len(table), scalars, threads, isa
 
     def __call__(self) -> None:
         _adam.adam_update(*self._arguments)
@@ -186,10 +187,6 @@ class HostUpdate:
         """
         found: tuple[float, float] | None = order.adam_update(place, *self._arguments)
         return found
-
-    @property
-    def _arguments(self) -> tuple[Any, ...]:
-        return self._table.ctypes.data, len(self._table), self._scalars, _threads(self._threads), self._isa
 
 
 def adam_update(arrays: AdamArrays, *, step: AdamStep, threads: int = 0, isa: str | None = None) -> None:

@@ -13,7 +13,7 @@ from dos.owners.taking import Taking
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.group_parameters import members
 from dos.parameters.replaced_modules import Successors
-from dos.planning.decide import Facts
+from dos.planning.decisions import Facts
 from dos.sharding.fingerprint import look_at_bits
 from dos.state.subgroup import Subgroup
 from dos.step.prepare import Preparation, Prepared

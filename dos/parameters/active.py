@@ -17,7 +17,7 @@ from dos.state.record import Form, ParameterRecord, form_of
 from dos.state.subgroup import Subgroup
 from dos.step.prepare import Prepared
 from dos.step.work import Input, SubgroupUpdate, new_input
-from dos.torch_internals.alike import Alike
+from dos.torch_internals.alike import alike
 from dos.torch_internals.tensors import version_counter
 
 
@@ -83,7 +83,7 @@ class Steady:
         self._forms = [form_of(gradient) for gradient in gradients]
         for record, form in zip(self._records, self._forms, strict=True):
             record.form = form  # the same object: comparing it takes no time
-        self._alike = Alike([*self._with, *gradients])
+        self._are_alike = alike([*self._with, *gradients])
         numbered = {number: place for place, number in enumerate(n for n, count in enumerate(self.counts) if count)}
         of = {id(p): numbered[n] for n, parameters in enumerate(self._parameters) for p in parameters if id(p) in own}
         self.which = [of[id(p)] for p in self._with]
@@ -105,15 +105,15 @@ class Steady:
         gradients = [gradient for p in own if (gradient := p.grad) is not None]
         if len(gradients) != len(own) or [p for p in self._without if p.grad is not None]:
             return None
-        if not self._alike.holds([*own, *gradients]) or [record for record in records if record.rewritten]:
+        if not self._are_alike(*own, *gradients) or [record for record in records if record.rewritten]:
             return None
-        if [version_counter(p) for p in own] != [r.version for r in records]:
+        if [*map(version_counter, own)] != [r.version for r in records]:
             return None
-        if [p.data_ptr() for p in own] != [r.data_ptr for r in records]:
+        if [*map(Tensor.data_ptr, own)] != [r.data_ptr for r in records]:
             return None
         if state is not None and not all(r.intact(dict.get(state, r.parameter) or {}) for r in records):
             return None
-        return Given(gradients, [gradient.data_ptr() for gradient in gradients], self._forms, self)
+        return Given(gradients, [*map(Tensor.data_ptr, gradients)], self._forms, self)
 
     def counts_alike(self) -> float | None:
         """Return how many steps all of the members have taken; None: not the same number."""

@@ -268,7 +268,7 @@ class Attachment:
     def _after_forward(self, model: nn.Module) -> None:
         # As backward begins, and before any hook, DDP zeroes in its buckets the gradients of parameters that took no
         # part in forward. Their last updates may be reading these.
-        watcher, reduced = self._watcher(), ddp.reduced_parameters()
+        watcher, reduced = self._watcher(), ddp.reduced
         if reduced and watcher is not None and watcher.waiting.waits():
             self.finish([p for p in self._own(model) if id(p) in reduced])
 

@@ -144,7 +144,7 @@ class Registry:
         mapped = sum(
             max(0, tensor.tensor.nbytes - tensor.nbytes)
             for arena in {s.arena for s in self.accelerated}
-            for tensor in (*arena.home(), *arena.staging())
+            for tensor in (*arena.homes, *arena.staging)
         )
         if self._options.disk:
             limit = self._options.host_memory
@@ -353,7 +353,12 @@ class Registry:
 
 def tell_autograd(records: Collection[ParameterRecord]) -> None:
     """Raise the version counters of the parameters, so that backward refuses graphs from before the update."""
-    # Autograd may know them as their local part or as another leaf.
-    parts = [record.local for record in records if record.wrapped]
-    parts += [record.leaf for record in records if record.leaf is not record.parameter]
-    torch.autograd.graph.increment_version([record.parameter for record in records] + parts)
+    written = []
+    for record in records:
+        written.append(record.parameter)
+        # Autograd may know it as its local part or as another leaf.
+        if record.wrapped:
+            written.append(record.local)
+        if record.leaf is not record.parameter:
+            written.append(record.leaf)
+    torch.autograd.graph.increment_version(written)

@@ -106,8 +106,7 @@ class Watching:
 
     def others(self) -> list[Any]:
         """Return the other watchers that have any of these parameters, too."""
-        found = (other._watcher() for other in list(self._sharing))
-        return [watcher for watcher in found if watcher is not None]
+        return [watcher for other in list(self._sharing) if (watcher := other._watcher()) is not None]
 
     def watch(self, parameter: Tensor, wanted: bool) -> None:
         """Call the watcher each time backward has written to the gradient, if `wanted`; else stop that.

@@ -193,12 +193,13 @@ class Forecast:
         resident, why = min(self._limits(marks, updates, levels))
         update = max(resident, min(updates) - _expected(levels) if updates else resident)
         fits = None if self._fits is None else self._fits[0]
-        most = min(self._total if known is None else known for known in (fits, self._failed_at))
-        if most < resident - self.margin:
+        most = min([known for known in (fits, self._failed_at) if known is not None], default=self._total)
+        margin = self.margin
+        if most < resident - margin:
             why = "because an allocation failed lately"
-        short = max(0, self.margin - resident)
-        resident, update = (min(max(0, mark - self.margin), most) for mark in (resident, update))
-        return Room(resident, update, why, self.margin, short, update - resident)
+        short = max(0, margin - resident)
+        resident, update = min(max(0, resident - margin), most), min(max(0, update - margin), most)
+        return Room(resident, update, why, margin, short, update - resident)
 
     def _limits(
         self, marks: Sequence[dict[Op, int]], updates: Sequence[int], levels: Sequence[int]

@@ -29,16 +29,12 @@ def several_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def reduced_parameters() -> frozenset[int]:
-    """Return the ids of the parameters of all models in DistributedDataParallel that exist.
+reduced: frozenset[int] = frozenset()
+"""The ids of the parameters of all models in DistributedDataParallel that exist.
 
-    It writes to their gradients after our hooks, in its buckets; with one rank, too, where `grad` was set to None.
-    """
-    return _bucketed
-
-
-_bucketed: frozenset[int] = frozenset()
-"""Replaced as a whole, because any thread may read it, and may collect a model."""
+It writes to their gradients after our hooks, in its buckets; with one rank, too, where `grad` was set to None.
+Replaced as a whole, because any thread may read it, and may collect a model: read it as `ddp.reduced`.
+"""
 _parameters_of: dict[int, frozenset[int]] = {}
 """The ids of each model's parameters, which its reducer keeps alive, by a number of the model."""
 _numbers = itertools.count()
@@ -57,8 +53,8 @@ def _forget(number: int) -> None:
 
 
 def _unite() -> None:
-    global _bucketed
-    _bucketed = frozenset().union(*_parameters_of.values())
+    global reduced
+    reduced = frozenset().union(*_parameters_of.values())
 
 
 call_when_built(DistributedDataParallel, _follow)

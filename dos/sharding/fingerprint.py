@@ -61,7 +61,8 @@ def look_at_bits(marked: Iterable[tuple[Marked, Tensor]]) -> None:
             else:
                 each.rewritten = True
     for found in alike.values():
-        if not torch.equal(torch.cat([bits for _, bits, _ in found]), torch.cat([now for *_, now in found])):
+        owners, before, after = zip(*found, strict=True)
+        if not torch.equal(torch.cat(before), torch.cat(after)):
             changed = torch.stack([(bits != now).any() for _, bits, now in found]).tolist()
-            for (each, *_), is_other in zip(found, changed, strict=True):
+            for each, is_other in zip(owners, changed, strict=True):
                 each.rewritten |= is_other

@@ -92,13 +92,13 @@ class Arena:
     device: the accelerator of the parameters; None: they are on the host.
     rule: updates them. format: the fields of the state.
     tier: the tier of the state's home; state whose home is the device never leaves it.
-    incoming: the host memory of `gradient`. Only where the parameters are on the accelerator.
-    gradient: staging for gradients from the accelerator, in the parameters' dtype or wider.
-    parameter: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
-        master, or half of it, the next update on the host reads it here.
+    homes: the host memory of the state.
+    incoming: staging for gradients from the accelerator, in the parameters' dtype or wider. Only where they are there.
+    outgoing: staging for new parameters to the accelerator; None where the host updates none. Where a parameter is its
+        master, or half of it, the next update on the host reads it here. staging: both.
     whole_masters: whether each parameter has a master of which it is no half. reads_parameters: whether an update on
         the host reads the parameters, and not a master alone.
-    weights: whether `parameter` is the home of the parameters themselves.
+    weights: whether `outgoing` is the home of the parameters themselves.
     streams: whether they are at home now, and on the device only while their block computes. reading: the last copy of
         them to the device.
 
@@ -128,27 +128,20 @@ class Arena:
         self.reads_parameters = not self.whole_masters
         self.weights, self.streams = weights, False
         self.reading: Job | None = None
-        self.incoming: HostTensor
         self._part = -(-part // self.format.block) * self.format.block
-        self._homes: dict[str, HostTensor] = {}
+        self.homes: list[HostTensor] = []
         self._buffers: list[Tensor] = []
         blocks = {f.name: f.block for f in self.format.fields if f.block > 1}
         self.state = State({f.name: self._field(f) for f in self.format.fields}, blocks)
-        self._staging: dict[str, HostTensor] = {}
+        self.staging: list[HostTensor] = []
+        self.outgoing: HostTensor | None = None
         if device is not None:
-            self._stage("gradient", self.dtype)
+            self.incoming = HostTensor(self.numel, self.dtype, device, self._part)
+            self.staging.append(self.incoming)
             if weights or tier is Tier.HOST:
-                self._stage("parameter", self.dtype)
+                self.outgoing = HostTensor(self.numel, self.dtype, device, self._part)
+                self.staging.append(self.outgoing)
         self._slices: dict[tuple[int, int], State] = {}
-
-    @property
-    def gradient(self) -> Tensor:
-        return self.incoming.tensor
-
-    @property
-    def parameter(self) -> Tensor | None:
-        found = self._staging.get("parameter")
-        return None if found is None else found.tensor
 
     @property
     def device_bytes(self) -> int:
@@ -157,31 +150,18 @@ class Arena:
 
     def stage_gradients_as(self, dtype: torch.dtype) -> None:
         """Replace the gradient staging by one in float32 if it cannot represent gradients of `dtype`."""
-        if self.accelerated and self.gradient.dtype not in (dtype, torch.float32):
-            self._stage("gradient", torch.float32)
-
-    def home(self) -> list[HostTensor]:
-        """Return the host memory of the state."""
-        return list(self._homes.values())
+        if self.device is not None and self.incoming.tensor.dtype not in (dtype, torch.float32):
+            self.staging[0] = self.incoming = HostTensor(self.numel, torch.float32, self.device, self._part)
 
     def weights_at_home(self) -> HostTensor:
         """Return the host memory of the parameters themselves. Only where `weights`."""
-        return self._staging["parameter"]
+        assert self.outgoing is not None, "their home"
+        return self.outgoing
 
     @property
     def keeps_copies(self) -> bool:
         """Whether an update may read a copy of a parameter, or a master, which a write by user code does not reach."""
         return self.format.has_masters or (self.accelerated and self.tier is Tier.HOST and not self.streams)
-
-    def staging(self) -> list[HostTensor]:
-        """Return the host memory of `gradient` and `parameter`."""
-        return list(self._staging.values())
-
-    def _stage(self, name: str, dtype: torch.dtype) -> None:
-        assert self.device is not None, "nothing is staged for parameters on the host"
-        self._staging[name] = found = HostTensor(self.numel, dtype, self.device, self._part)
-        if name == "gradient":
-            self.incoming = found
 
     def slice(self, start: int, stop: int) -> State:
         """Return a view of the state from start to stop. Remembered, because every step needs the same views."""
@@ -195,8 +175,8 @@ class Arena:
         if self.device is None:
             return torch.zeros(self.numel // field.block, dtype=dtype, device="cpu")
         if self.tier is Tier.HOST:
-            self._homes[field.name] = HostTensor(self.numel, dtype, self.device, self._part, field.block, exposed=True)
-            return self._homes[field.name].tensor
+            self.homes.append(HostTensor(self.numel, dtype, self.device, self._part, field.block, exposed=True))
+            return self.homes[-1].tensor
         self._buffers.append(self.device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)
 

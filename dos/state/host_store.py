@@ -75,12 +75,12 @@ class HostStore:
     @property
     def gradient_bytes(self) -> int:
         """Bytes that awaited gradients may take."""
-        return sum(arena.gradient.nbytes for arena in self.awaited)
+        return sum(arena.incoming.tensor.nbytes for arena in self.awaited)
 
     def has(self, subgroup: Subgroup) -> bool:
         """Return whether the subgroup has its home here."""
         start, stop = subgroup.start, subgroup.stop
-        return not [t for t in subgroup.arena.home() if not (t.whole or t.has(start, stop))]
+        return not [t for t in subgroup.arena.homes if not (t.whole or t.has(start, stop))]
 
     def stages(self, subgroup: Subgroup) -> bool:
         """Return whether the staging of its gradients is allocated."""
@@ -93,8 +93,8 @@ class HostStore:
         Raises MemoryError, before any is allocated, if the host has too little: state has no other place.
         """
         # Staging first, through which each step copies: the system may limit the bytes that can be pinned.
-        wanted = [(tensor, s) for s in updated for tensor in s.arena.staging()]
-        self.make([*wanted, *((tensor, s) for s in subgroups for tensor in s.arena.home())])
+        wanted = [(tensor, s) for s in updated for tensor in s.arena.staging]
+        self.make([*wanted, *((tensor, s) for s in subgroups for tensor in s.arena.homes)])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:
@@ -126,7 +126,7 @@ class HostStore:
         kept = [arena.incoming] if self._keeps_gradients else []
         if arena.streams:  # this is the home of the parameters themselves
             kept.append(arena.weights_at_home())
-        return [tensor for tensor in (*arena.home(), *arena.staging()) if tensor not in kept]
+        return [tensor for tensor in (*arena.homes, *arena.staging) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:
         window = None if self.has(subgroup) else self.windows.of(subgroup)
@@ -147,7 +147,7 @@ class HostStore:
     def pin_ahead(self, subgroups: Iterable[Subgroup]) -> None:
         """Allocate one more part of the homes of these, before state leaves the device, if the host has the memory."""
         for s in subgroups:
-            for tensor in (*s.arena.home(), *s.arena.staging()):
+            for tensor in (*s.arena.homes, *s.arena.staging):
                 if not tensor.has(s.start, s.stop):
                     with contextlib.suppress(MemoryError):
                         self.make([(tensor, s)])

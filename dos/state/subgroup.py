@@ -103,7 +103,7 @@ class Subgroup:
     @property
     def gradient(self) -> Tensor:
         """The host staging of its gradients. Only where the parameters are on the accelerator."""
-        return self.arena.gradient[self.start : self.stop]
+        return self.arena.incoming.tensor[self.start : self.stop]
 
     def staged_gradient(self, piece: Piece) -> Tensor:
         """Return the host staging of the gradient of one of its pieces. Remembered, as each step needs the same views.
@@ -120,12 +120,13 @@ class Subgroup:
     @property
     def parameter(self) -> Tensor | None:
         """The host staging of its new parameters; None where the host updates none."""
-        return None if self.arena.parameter is None else self.arena.parameter[self.start : self.stop]
+        outgoing = self.arena.outgoing
+        return None if outgoing is None else outgoing.tensor[self.start : self.stop]
 
     @property
     def offloaded_gradient_bytes(self) -> int:
         """Bytes of a slot for its gradients as they are on the host."""
-        return aligned(self.numel * self.arena.gradient.itemsize)
+        return aligned(self.numel * self.arena.incoming.tensor.itemsize)
 
     @property
     def passing_bytes(self) -> int:

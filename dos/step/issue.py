@@ -216,8 +216,7 @@ class Step:
         # A device whose work is queued may end backward long after the host has called step().
         self.origin = max([self.iteration.started, *(job.wait().end for job in self.backward)])
         self.ran = Timeline.of([span.since(self.origin) for span in spans])
-        others = [span.since(self.origin) for span in unused]
-        return Timeline.of([*self.ran.spans, *others]) if others else self.ran
+        return Timeline.of([*self.ran.spans, *[span.since(self.origin) for span in unused]]) if unused else self.ran
 
     def fail(self, error: Exception) -> None:
         """Reject the futures of jobs that will not be issued any more, so that no caller waits for them."""

@@ -207,8 +207,10 @@ class _Stretch(NamedTuple):
                 return None  # the device reaches later marks later
             times.append(seconds)
         start, end, *waits = times
-        waited = (min(after, end) - max(before, start) for before, after in zip(waits[::2], waits[1::2], strict=True))
-        return max(0.0, end - start - sum(max(0.0, seconds) for seconds in waited))
+        found = end - start
+        for before, after in zip(waits[::2], waits[1::2], strict=True):
+            found -= max(0.0, min(after, end) - max(before, start))
+        return max(0.0, found)
 
 
 class _Typical:
@@ -216,6 +218,8 @@ class _Typical:
 
     Once there are REMEMBERED of them it moves by more than a tolerance or not at all, so that noise changes no plan.
     Before, by more than EARLY: the first ones compile kernels, and it would stay near them.
+
+    known: whether any was added.
     """
 
     REMEMBERED = 5
@@ -223,19 +227,15 @@ class _Typical:
     EARLY = 0.01
 
     def __init__(self, tolerance: float = TOLERANCE) -> None:
-        self.seconds = 0.0
+        self.seconds, self.known = 0.0, False
         self._tolerance = tolerance
         self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
-
-    @property
-    def known(self) -> bool:
-        """Whether any was added."""
-        return bool(self._recent)
 
     def add(self, seconds: float, reference: float = 0.0) -> None:
         """Add a duration. reference: a longer one, against which differences count, if not against its own."""
         tolerance = self.EARLY if len(self._recent) < self.REMEMBERED else self._tolerance
         self._recent.append(seconds)
+        self.known = True
         quartile = sorted(self._recent)[len(self._recent) // 4]
         if abs(quartile - self.seconds) > tolerance * (reference or self.seconds):
             self.seconds = quartile

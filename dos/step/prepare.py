@@ -151,7 +151,8 @@ class Preparation:
         if stores.disk is not None:
             stores.disk.reserve([subjects[i].subgroup for i in moved if plan.stays(i) is Tier.DISK])
         in_windows = self._get_windows(plan) if stores.disk is not None else set()
-        updated = [i for i in plan.served(Placement.CPU) if subjects[i].update and i not in in_windows]
+        served = plan.served(Placement.CPU)
+        updated = [subjects[i].subgroup for i in served if subjects[i].update and i not in in_windows]
         # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
         moved.sort(key=lambda i: plan.placements[i] is Placement.CPU)
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
@@ -159,8 +160,7 @@ class Preparation:
             if stores.disk is not None and not stores.host.has(subgroup):
                 stores.disk.hide(subgroup)  # memory of files is no home
         # Where there is a limit, state counts together with the staging of its updates on the host.
-        on_cpu = resting if stores.disk else [subjects[i].subgroup for i in updated]
-        stores.host.reserve(resting, on_cpu)
+        stores.host.reserve(resting, resting if stores.disk else updated)
 
     def _get_windows(self, plan: Plan) -> set[int]:
         """Allocate the windows, if any are needed; return the subgroups that the host updates in one."""

@@ -177,7 +177,7 @@ class SubgroupUpdate:
     @property
     def _element_bytes(self) -> int:
         """Bytes of each element of offloaded gradients in a slot; some gradients may be narrower."""
-        return self.subgroup.arena.gradient.itemsize
+        return self.subgroup.arena.incoming.tensor.itemsize
 
     def flush_weights(self, buffer: Tensor) -> list[Copy]:
         """Return the copies of streamed weights that are updated from `buffer` back home."""

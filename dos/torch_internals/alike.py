@@ -6,26 +6,19 @@ host ten times as long, and some of these calls let go of Python's lock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 
 
-class Alike:
-    """The classes, dtypes, devices, layouts, shapes, strides and signs of tensors, and whether they need gradients.
+def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function of as many tensors, which may be others: whether each is as one of these is now, in order.
 
-    Refers to none of the tensors.
+    It compares classes, dtypes, devices, layouts, shapes, strides and signs, and whether they need gradients. It may
+    also return False if another mode of torch is on than now, such as autocast. It refers to none of the tensors.
+    tensors: different ones.
     """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: different ones."""
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these are as the tensors were from which this was made, one by one; they may be others.
-
-        May also return False if another mode of torch is on than then, such as autocast.
-        """
-        found: bool = self._guards.check(*tensors)
-        return found
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    found: Callable[..., bool] = guards.check
+    return found

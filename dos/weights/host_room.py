@@ -24,7 +24,7 @@ def check_host_room(registry: Registry, trained: Iterable[Tensor], at_home: Sequ
     streams = {s.arena for s in registry.subgroups_of(at_home)}
     weights = sum(arena.weights_at_home().tensor.nbytes for arena in streams)
     weights += sum(aligned(p.nbytes) for p in at_home if registry.record(p) is None)
-    gradients = sum(arena.gradient.nbytes for arena in {s.arena for s in registry.accelerated})
+    gradients = sum(arena.incoming.tensor.nbytes for arena in {s.arena for s in registry.accelerated})
     gradients += sum(p.nbytes for p in trained if registry.record(p) is None)
     windows = 0
     if registry.homes.disk is not None and gradients + sum(load.host_bytes for load in registry.loads()) > store.limit:

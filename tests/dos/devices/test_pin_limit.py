@@ -194,8 +194,8 @@ def test_staging_and_state_that_streams_are_pinned_first(runtime: Runtime) -> No
     assert runtime.pinned <= 34 * MIB
     subgroups = session_of(optimizer).registry.accelerated
     (arena,) = {subgroup.arena for subgroup in subgroups}
-    first = [(tensor, i) for i in plan.served(Placement.CPU) for tensor in arena.staging()]
-    first += [(tensor, i) for i in plan.served(Placement.GPU_STREAMED) for tensor in arena.home()]
+    first = [(tensor, i) for i in plan.served(Placement.CPU) for tensor in arena.staging]
+    first += [(tensor, i) for i in plan.served(Placement.GPU_STREAMED) for tensor in arena.homes]
     parts = [tensor.tensor[subgroups[i].start : subgroups[i].stop] for tensor, i in first]
     assert sum(part.nbytes for part in parts) == 32 * MIB
     assert [pinned_bytes(part) for part in parts] == [part.nbytes for part in parts]
@@ -209,11 +209,11 @@ def test_where_nothing_is_registered_the_runtime_allocates_what_transfers_need_m
     runtime.most_in_all, runtime.most_allocated = 0, math.inf
     optimizer, parameter = trained(runtime, policy="cpu")
     (arena,) = {subgroup.arena for subgroup in session_of(optimizer).registry.accelerated}
-    assert [pinned_bytes(tensor.tensor) for tensor in arena.staging()] == [16 * MIB] * 2
-    assert [pinned_bytes(tensor.tensor) for tensor in arena.home()] == [0] * 2
+    assert [pinned_bytes(tensor.tensor) for tensor in arena.staging] == [16 * MIB] * 2
+    assert [pinned_bytes(tensor.tensor) for tensor in arena.homes] == [0] * 2
     assert runtime.pinned == 32 * MIB
     assert "Host memory: 0.03 of 0.06 GiB pinned; the rest is copied more slowly" in optimizer.explain()
-    part = arena.gradient[MIB : 2 * MIB]
+    part = arena.incoming.tensor[MIB : 2 * MIB]
     pinned.unpin(part, part)
     assert runtime.pinned == 32 * MIB, "it is pinned as long as it is there"
     assert_trained_as_by_adamw(parameter)

@@ -27,10 +27,10 @@ def runs(count: int, numel: int = 300) -> list[AdamArrays]:
     return [AdamArrays(torch.randn(numel), torch.randn(numel), *torch.zeros(2, numel)) for _ in range(count)]
 
 
-def prepared(run: AdamArrays) -> Any:
+def prepared(run: AdamArrays, isa: str | None = None) -> Any:
     batch = AdamBatch([run])
     batch.choose([STEP])
-    return prepare([batch], [STEP], threads=1)
+    return prepare([batch], [STEP], threads=1, isa=isa)
 
 
 @contextmanager
@@ -117,8 +117,7 @@ def test_a_stopped_order_updates_nothing_more() -> None:
 
 def test_what_an_update_raises_is_raised_where_it_was_handed_over() -> None:
     with served(1) as (order, give):
-        unknown = prepared(runs(1)[0])
-        unknown._isa = "none"
+        unknown = prepared(runs(1)[0], isa="none")
         with pytest.raises(ValueError, match="instruction set"):
             give(0, unknown).result(WAIT_S)
         order.enter(0)

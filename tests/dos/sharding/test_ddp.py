@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import dos.sharding.ddp
 from dos import DOSAdam, EmulatedDevice
-from dos.sharding.ddp import reduced_parameters
 from perfmodel import Op, Placement
 from tests.support.devices import Copying, LateDevice
 from tests.support.processes import run_python
@@ -283,10 +283,10 @@ def test_gradients_of_a_single_rank_leave_during_backward_unless_a_model_of_ddp_
 def test_copies_of_ddp_are_known() -> None:
     ddp = copy.deepcopy(DistributedDataParallel(nn.Linear(2, 2)))
     gc.collect()
-    assert reduced_parameters() >= {*map(id, ddp.parameters())}
+    assert dos.sharding.ddp.reduced >= {*map(id, ddp.parameters())}
     del ddp
     gc.collect()
-    assert not reduced_parameters()
+    assert not dos.sharding.ddp.reduced
 
 
 @on_pair
@@ -314,12 +314,12 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 before = DistributedDataParallel(torch.nn.Linear(2, 2))
 
-from dos.sharding.ddp import reduced_parameters
+from dos.sharding import ddp as of_ddp
 from perfmodel import Op
 from tests.support.devices import LateDevice
 from tests.support.sharded import assert_equal, batch, dos_adam, model, values
 
-assert reduced_parameters() == {*map(id, before.parameters())}, "it is older than the package"
+assert of_ddp.reduced == {*map(id, before.parameters())}, "it is older than the package"
 ends = []
 for view in (False, True):
     ddp = DistributedDataParallel(model(), gradient_as_bucket_view=view)

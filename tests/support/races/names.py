@@ -72,8 +72,10 @@ def _names(first: int, end: int) -> str:
             look(each, name)
             look(each.grad, f"gradient of {name}")
         elif isinstance(each, Subgroup):
-            staged = {name: tensor.tensor[each.start : each.stop] for name, tensor in each.arena._staging.items()}
-            for name, tensor in (each.state.fields | {f"staged {name}": each for name, each in staged.items()}).items():
+            staged = (
+                {"staged gradient": each.gradient, "staged parameter": each.parameter} if each.arena.staging else {}
+            )
+            for name, tensor in (each.state.fields | staged).items():
                 look(tensor, f"{name} of a subgroup of {each.numel} parameters")
         elif isinstance(each, DeviceStore):
             for number, slot in enumerate(each.slots):
