@@ -179,15 +179,6 @@ def measure(
     threads: numbers of threads to try. exchange: among ranks that measure together, of which every figure is the mean.
     ranks: the number that share the host's memory. disk: folders for state on disk.
 
-    **Host bandwidth.** The model (`perfmodel.lanes.shared_speeds`) lets CPU update and transfers run at their own
-    rates until the bytes/s they cause together reach the host bandwidth, and from there on shares it in proportion to
-    weights. So the bandwidth is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of
-    transfers both ways (one byte each) while all three run at once, and the weights are the shares of their own rates
-    that the transfers kept then, over the CPU's; measured for each number of threads. Where they did not slow each
-    other down, the bandwidth may be larger, and the model predicts the same: no slowdown. Without transfers it is the
-    bytes/s of the CPU update alone. It is never less than the bytes/s of the CPU update or transfers alone, or of CPU
-    update, reads and writes together, because the model would slow them down even then. `cpu_traffic_factor` stays 1.
-
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
     lanes = 1 if device is None else 2
@@ -305,7 +296,17 @@ def weights(figures: dict[str, Figure], link: Link) -> dict[str, Figure]:
 
 
 def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
-    """Return the bytes/s of host memory that one rank reaches; see `measure`."""
+    """Return the bytes/s of host memory that one rank reaches.
+
+    The model (`perfmodel.lanes.shared_speeds`) lets CPU update and transfers run at their own rates until the bytes/s
+    they cause together reach the host bandwidth, and from there on shares it in proportion to weights. So the bandwidth
+    is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
+    byte each) while all three run at once, and the weights are the shares of their own rates that the transfers kept
+    then, over the CPU's; measured for each number of threads. Where they did not slow each other down, the bandwidth
+    may be larger, and the model predicts the same: no slowdown. Without transfers it is the bytes/s of the CPU update
+    alone. It is never less than the bytes/s of the CPU update or transfers alone, or of CPU update, reads and writes
+    together, because the model would slow them down even then. `cpu_traffic_factor` stays 1.
+    """
     combinations = [
         ("cpu_update_rate",),
         ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),
