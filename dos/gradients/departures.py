@@ -17,6 +17,7 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.transit import Transit
 from dos.step.work import Item, SubgroupUpdate, Subject
+from dos.torch_internals.modes import dispatch_modes
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ class Departures:
         self._whole: list[Departure] = []
         """Departures that this step has found to be untouched as a whole."""
         self._explained = False
+        self._modes = dispatch_modes()
+        self._changes = self._modes.changes
 
     @property
     def past_half(self) -> bool:
@@ -173,6 +176,8 @@ class Departures:
     def count(self, record: ParameterRecord, gradient: Tensor | None = None) -> _Seen:
         """Count a gradient that backward has written. gradient: the tensor that has it, if not `p.grad`."""
         gradient = record.parameter.grad if gradient is None else gradient
+        if self._changes != self._modes.changes:
+            self._distrust()
         seen = self._seen.get(record)
         if seen is None:
             seen = self._seen[record] = _Seen()
@@ -188,6 +193,12 @@ class Departures:
             # Weak: user code releases a gradient by setting it to None, and its memory must be released then.
             seen.times, seen.gradient = 1, weakref.ref(gradient)
         return seen
+
+    def _distrust(self) -> None:
+        """Note that user code may have edited all gradients so far, under a mode that hides it from versions."""
+        self._changes = self._modes.changes
+        for record in self._seen:
+            self.edited(record)
 
     def edited(self, record: ParameterRecord) -> None:
         """Note that user code may have edited the gradient, which no version need have counted."""
@@ -211,6 +222,8 @@ class Departures:
             inf); None: values have changed.
         """
         self._writes, self._checked, self._whole = writes, {}, []
+        if self._modes.any or self._changes != self._modes.changes:
+            self._distrust()
 
     def _is_untouched(self, record: ParameterRecord, seen: _Seen) -> bool:
         """Return whether this step finds the gradient as backward has written it. Looks once."""

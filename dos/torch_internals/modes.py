@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dos.torch_internals.patches import replace_method
 
 disable_dynamo = torch._disable_dynamo
 """Keeps torch.compile out of a method, as torch does for its optimizers.
@@ -85,6 +89,35 @@ def is_traced() -> bool:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Call `call` when the backward that runs, the innermost one, ends, unless it raises."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+class DispatchModes:
+    """Modes as `FlopCounterMode`, under which `torch._foreach_` functions, and so torch's clipping, raise no version.
+
+    changes: how many have begun or ended.
+    """
+
+    changes = 0
+
+    @property
+    def any(self) -> bool:
+        """Whether there is such a mode now."""
+        return torch._C._len_torch_dispatch_stack() > 0
+
+
+@functools.cache
+def dispatch_modes() -> DispatchModes:
+    """Return an object that counts them, from the first call on."""
+    found = DispatchModes()
+
+    def change(before: Callable[..., Any], mode: Any, *args: Any) -> Any:
+        # Not in backward: a checkpoint that chooses what to save enters modes there, and writes to no gradient.
+        found.changes += not in_backward()
+        return before(mode, *args)
+
+    for name in ("__enter__", "__exit__"):
+        replace_method(TorchDispatchMode, name, change)
+    return found
 
 
 def is_profiled() -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
 
 from dos import DOSAdam
 from tests.support.training import Make, Raises, assert_as_adamw, backward, batch, bits, maker, mlp
@@ -137,6 +142,65 @@ def test_each_guard_of_a_gradient_that_has_left(
         return model.parameters()
 
     assert_as_adamw(run, policy)
+
+
+MODES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "around the clip": (("backward",), ("clip",), ("step",)),
+    "until the clip": (("backward", "clip"), ("step",)),
+    "from the clip on": (("backward",), ("clip", "step")),
+    "around all": (("backward", "clip", "step"),),
+    "between backwards": (("backward",), ("clip",), ("last layer",), ("step",)),
+}
+"""The parts of an iteration, those together that one mode surrounds."""
+
+
+@pytest.mark.parametrize("foreach", [torch.nn.utils.clip_grad_norm_, "scaled by hand"])
+@pytest.mark.parametrize("parts", MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_are_edited_under_a_mode_that_hides_it_from_versions(
+    policy: str | float, parts: str, foreach: Any
+) -> None:
+    """As where user code counts the operations of an iteration."""
+
+    def run(make: Make) -> Iterable[Tensor]:
+        model = mlp()
+        optimizer = make(model.parameters())
+
+        def clip() -> None:
+            if callable(foreach):
+                foreach(model.parameters(), 1e-3)
+            else:
+                torch._foreach_mul_([p.grad for p in model.parameters()], 1e-3)
+
+        def last_layer() -> None:
+            model[3](torch.ones(2, 40)).sum().backward()
+
+        acts: dict[str, Callable[[], Any]] = {"clip": clip, "last layer": last_layer, "step": optimizer.step}
+        for step in range(5):
+            optimizer.zero_grad()
+            for together in MODES[parts]:
+                hides = step > 1 and "clip" in together
+                with FlopCounterMode(display=False) if hides else contextlib.nullcontext():
+                    for part in together:
+                        acts.get(part, functools.partial(backward, model, step))()
+        return model.parameters()
+
+    assert_as_adamw(run, policy)
+
+
+def test_gradients_leave_early_where_forward_chooses_what_to_save(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a checkpoint enters modes, in forward and as it is recomputed."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    model = mlp()
+    optimizer = maker("cpu")(model.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        checkpoint(model, batch(step), use_reentrant=False, context_fn=contexts).sum().backward()
+        optimizer.step()
+    assert "cannot leave during backward" not in caplog.text
 
 
 def with_other_memory(model: nn.Module) -> None:

@@ -209,11 +209,29 @@ def test_others_are_refused_before_anything_changes(kind: type[Low]) -> None:
         DOSAdam([wrapped])
 
 
-def test_their_weights_do_not_stream() -> None:
+@pytest.mark.parametrize("weights", [0, 1, 2, "auto"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_their_weights_do_not_stream(after: int, weights: Any) -> None:
+    """Torch gives a wrapper no other memory: `data` leaves what it holds, and its device is the one it was made with.
+
+    after: steps. Training goes on as if nothing had been asked.
+    """
     model = build()
-    optimizer = DOSAdam(model.parameters(), offload_gradients=True, **on("cpu"))
-    with pytest.raises(ValueError, match="weights= is for plain parameters, found wrappers of tensors"):
-        optimizer.attach(model, weights=0, blocks=[model[0], model[2]])
+    optimizer = DOSAdam(model.parameters(), lr=1e-2, offload_gradients=True, **on("cpu"))
+    for step in range(4):
+        if step == after:
+            with pytest.raises(ValueError, match="weights= is for plain parameters, found wrappers of tensors"):
+                optimizer.attach(model, weights=weights, blocks=[model[0], model[2]])
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    assert all(map(torch.equal, values(model), trained(DOSAdam)))
+    weight: Any = model[0].weight
+    held = weight._data.clone()
+    weight.data = Low(torch.zeros(32, 16))
+    assert torch.equal(weight._data, held)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        weight.data = Low(torch.zeros(32, 16, device="meta"))
 
 
 def shards(steps: int, folder: str) -> list[tuple[str, Tensor, Tensor, type]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from dos.torch_internals import modes
@@ -20,6 +21,7 @@ from dos.torch_internals.modes import (
     backward_number,
     check_saved_tensors_hooks,
     disable_dynamo,
+    dispatch_modes,
     in_backward,
     is_compiled,
     is_profiled,
@@ -29,6 +31,7 @@ from dos.torch_internals.modes import (
     when_backward_ends,
     writes_gradient,
 )
+from dos.torch_internals.tensors import version_counter
 
 CHANGED = "torch has changed what dos/torch_internals/modes.py relies on"
 
@@ -206,3 +209,25 @@ def test_tracing_is_seen() -> None:
     with FakeTensorMode():
         look(torch.ones(2))
     assert found[-1], CHANGED
+
+
+def test_dispatch_modes_are_counted_but_in_backward() -> None:
+    found, x = dispatch_modes(), torch.ones(2)
+    before = found.changes
+    assert not found.any
+    with FlopCounterMode(display=False):
+        assert found.any
+        torch._foreach_mul_([x], 2)
+        assert version_counter(x) == 0, CHANGED  # the reason for all this
+    assert not found.any
+    before, start = found.changes, before
+    assert before > start, CHANGED
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
+
+    y = checkpoint(torch.sin, x.requires_grad_(), use_reentrant=False, context_fn=contexts)
+    after = found.changes
+    y.sum().backward()  # recomputes
+    assert after > before, CHANGED
+    assert found.changes == after, CHANGED
