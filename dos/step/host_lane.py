@@ -84,6 +84,8 @@ class HostLane:
             _wait_for(other)
             turns.order.close()  # no thread hands over an update any more
             _wait_for(serving)
+            if turns.error is not None:
+                turns.abandon()
 
     def _take(self, turns: Turns) -> None:
         while (found := turns.take()) is not None:

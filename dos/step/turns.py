@@ -63,6 +63,7 @@ class Turns:
         """All of them, because a thread may still ask events of a turn that another one has taken."""
         self._rank = {number: rank for rank, number in enumerate(planned)}
         self._noting = Lock()
+        self._abandoned = False
 
     def again(self) -> Turns:
         """Return turns of the same plan, for a forked child, in which no thread takes those of its parent."""
@@ -78,6 +79,8 @@ class Turns:
         self._arrivals.give(number, self._rank[turn.number], events, len(futures))
         for future in futures:
             future.add_done_callback(partial(_tell, self._arrivals, number))
+        if self._abandoned:
+            self.abandon()
 
     def let_begin(self, turn: Turn) -> None:
         """Wait until the update of this turn, the first one, has begun, if it can begin now.
@@ -95,12 +98,23 @@ class Turns:
 
     def wait(self) -> None:
         """Block until all turns that were handed over have ended."""
-        while not self._arrivals.wait(PATIENCE_S):
+        while not (self._arrivals.wait(PATIENCE_S) or self._abandoned):
             pass
+
+    def abandon(self) -> None:
+        """Fail the turns that nobody has answered, and those that follow: after `error` no thread takes them."""
+        assert self.error is not None, "it ended the threads"
+        self._abandoned = True
+        for turn in self._given:
+            reject(turn.done, self.error)
 
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
-        number, place = self._arrivals.take()
+        try:
+            number, place = self._arrivals.take()
+        except BaseException as error:
+            self._note(error)
+            return None  # this thread takes no more
         return None if number < 0 else (place, self._given[number])
 
     @property

@@ -345,6 +345,42 @@ def test_an_exception_as_a_turn_is_given_ends_the_step(late: bool, monkeypatch: 
         optimizer.step()
 
 
+@pytest.mark.parametrize("often", [1, 99])
+@pytest.mark.parametrize("queues", [False, True])
+def test_an_exception_as_a_turn_is_taken_fails_all_turns(
+    queues: bool, often: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether another thread goes on to take turns or not, and also those that are given later."""
+
+    class Failing:
+        def __init__(self, query: int) -> None:
+            self._plain = Arrivals(query)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._plain, name)
+
+        def take(self) -> Any:
+            taken.append(0)
+            if len(taken) <= often:
+                raise MemoryError
+            return self._plain.take()
+
+    taken = list[int]()
+    monkeypatch.setattr(turns_module, "Arrivals", Failing)
+    lane, turns = HostLane(Device(queues, lambda number: None)), Turns(range(4))
+    given = [turn(number, lambda: lambda: None) for number in range(4)]
+    turns.give(given[0])
+    done = lane.submit(lambda: lane.update(turns))
+    if not queues:
+        done.result(WAIT_S)
+    for each in given[1:]:
+        turns.give(each)
+    turns.wait()
+    turns.close()
+    done.result(WAIT_S)
+    assert [type(each.done.exception(WAIT_S)) for each in given] == 4 * [MemoryError]
+
+
 def test_an_answer_that_comes_late_is_no_error() -> None:
     """The thread that issues a step fails all of it while the lane ends a turn."""
     future: Future[int] = Future()
