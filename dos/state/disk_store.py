@@ -34,7 +34,7 @@ class DiskStore:
         self._device = device
         self._host = host
         self._extents: weakref.WeakKeyDictionary[Subgroup, Extent] = weakref.WeakKeyDictionary()
-        self._exposed: weakref.WeakSet[Subgroup] = weakref.WeakSet()
+        self._mapped: weakref.WeakSet[Subgroup] = weakref.WeakSet()
         self.renew()
 
     def renew(self) -> None:
@@ -106,7 +106,7 @@ class DiskStore:
         for tensor in subgroup.state.tensors():
             self.space.expose(extent, start, tensor.nbytes, tensor.data_ptr(), writable=writable)
             start += aligned(tensor.nbytes, PAGE)
-        self._exposed.add(subgroup)
+        self._mapped.add(subgroup)
 
     def shows(self, subgroup: Subgroup) -> bool:
         """Return whether user code has views of the state, and may not write to them."""
@@ -114,8 +114,8 @@ class DiskStore:
 
     def hide(self, subgroup: Subgroup) -> None:
         """Map zeros over the addresses of its home again, if the state is mapped there."""
-        if subgroup in self._exposed:
-            self._exposed.discard(subgroup)
+        if subgroup in self._mapped:
+            self._mapped.discard(subgroup)
             for tensor in subgroup.state.tensors():
                 self.space.hide(tensor.data_ptr(), aligned(tensor.nbytes, PAGE))
 
