@@ -222,7 +222,7 @@ class Departures:
             inf); None: values have changed.
         """
         self._writes, self._checked, self._whole = writes, {}, []
-        if self._modes.any or self._changes != self._modes.changes:
+        if self._modes.now() or self._changes != self._modes.changes:
             self._distrust()
 
     def _is_untouched(self, record: ParameterRecord, seen: _Seen) -> bool:

@@ -94,15 +94,11 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 class DispatchModes:
     """Modes as `FlopCounterMode`, under which `torch._foreach_` functions, and so torch's clipping, raise no version.
 
-    changes: how many have begun or ended.
+    changes: how many have begun or ended. now: returns how many there are.
     """
 
     changes = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether there is such a mode now."""
-        return torch._C._len_torch_dispatch_stack() > 0
+    now = staticmethod(torch._C._len_torch_dispatch_stack)
 
 
 @functools.cache

@@ -214,12 +214,12 @@ def test_tracing_is_seen() -> None:
 def test_dispatch_modes_are_counted_but_in_backward() -> None:
     found, x = dispatch_modes(), torch.ones(2)
     before = found.changes
-    assert not found.any
+    assert not found.now()
     with FlopCounterMode(display=False):
-        assert found.any
+        assert found.now()
         torch._foreach_mul_([x], 2)
         assert version_counter(x) == 0, CHANGED  # the reason for all this
-    assert not found.any
+    assert not found.now()
     before, start = found.changes, before
     assert before > start, CHANGED
 
