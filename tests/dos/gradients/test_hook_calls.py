@@ -16,6 +16,8 @@ from dos.planning.monitor import MemoryMonitor
 from perfmodel import Placement, Plan, Workload
 from tests.support.training import FAST
 
+pytestmark = pytest.mark.usefixtures("samples_as_asked")
+
 SIZE = 256
 
 

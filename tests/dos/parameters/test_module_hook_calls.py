@@ -15,6 +15,8 @@ from dos.parameters.hooks import Attachment
 from dos.step.ledger import Ledger
 from tests.support.training import FAST
 
+pytestmark = pytest.mark.usefixtures("samples_as_asked")
+
 SIZE = 16
 
 

@@ -22,6 +22,8 @@ from dos.step.work import SubgroupUpdate
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.training import FAST
 
+pytestmark = pytest.mark.usefixtures("samples_as_asked")
+
 SIZE, EACH = 256, 8
 """Elements of a parameter, and parameters of a subgroup."""
 FEW, MANY = 5 * EACH, 15 * EACH

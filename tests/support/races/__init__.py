@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.races.checker import Checker, Mode, allowed
+from dos.torch_internals.modes import DispatchModes
+from tests.support.races.checker import Checker, Mode, allowed, other_modes
 from tests.support.races.devices import AtOnce, patch_devices
 from tests.support.races.memory import patch_memory
 from tests.support.races.threads import patch_threads
@@ -32,6 +33,7 @@ def checking(most_named: int = 4) -> Iterator[Checker]:
         patch_threads(patch)
         patch_devices(patch)
         patch_memory(patch)
+        patch.setattr(DispatchModes, "now", staticmethod(other_modes))
         Checker.active = checker
         with Mode():
             yield checker

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from dos.devices import Job, memory_of, pinned
 from dos.torch_internals.tensors import storage_address
@@ -402,3 +402,8 @@ class Mode(TorchDispatchMode):
         if Checker.active is not None:
             Checker.active.operation(func, args, kwargs, result)
         return result
+
+
+def other_modes() -> int:
+    """How many modes of torch there are but ours, under which versions count all writes."""
+    return sum(not isinstance(mode, Mode) for mode in _get_current_dispatch_mode_stack())
