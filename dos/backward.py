@@ -126,7 +126,6 @@ class Backward:
         if self._registry.offloaded.enabled:
             # All gradients return for updates on the device.
             loads = tuple(dataclasses.replace(load, returned_bytes=load.gradient_bytes) for load in loads)
-            weights["micro_batches"] = count
         saved = {}
         if self.activations.in_use:
             saved = self.activations.recorded(memory.room, memory.forecast.ran_out_again)
@@ -137,6 +136,7 @@ class Backward:
             ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
             passing_bytes=passing,
             in_backward=self.updates,
+            micro_batches=count,
             **weights,
             **memory.limits(loads, update_overlaps_forward=self.attached, passing=passing, weights=weight_bytes),
             **saved,

@@ -38,14 +38,15 @@ FEWEST, TASKS = 3, 700
 """Of these neighbours, at least, and as many as have this number of tasks, each of which takes three to five us. Twice
 as many found nothing better on 60 drawn workloads of two measured machines."""
 NEAR, FAR = 0.06, 0.25
-"""Shares of an iteration by which the closed form may be wrong: about the best plans, and about those of policies."""
+"""Shares of an iteration by which the closed form may be wrong: about the best plans, and about those of policies, or
+whose slots only offloaded gradients pass."""
 EVEN = 0.03
 """Share of many subgroups by which a stride may differ that takes the place of the best number on the CPU of a part of
 them: the next forward waits less for turns in an order that recurs, which a part is too short to tell."""
 ALIKE = 0.003
 """Share of an iteration by which plans differ that are about as good."""
 WORTHWHILE = 0.01
-"""Share of an iteration by which another plan must shorten it where all state could stay on the GPU."""
+"""Share of an iteration by which another plan must be shorter where all state could stay on the GPU."""
 
 
 REMEMBERED = 64
@@ -118,20 +119,20 @@ class Answers:
         some = _comparable(workload)
         choices = sorted(self._choices(some), key=_COST)
         if len(workload.subgroups) > (MOST_PLACED if workload.blocks or workload.activations else MOST_SIMULATED):
-            return Choice(0.0, some[0], 0) if fits(workload) else self._as_a_part(workload, choices)
-        best = self._simulated(workload, choices)
+            return self._as_a_part(workload, choices)
+        best, least_s = self._simulated(workload, choices)
         if not fits(workload):
             return best
         stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
-        shorter = self._compute_s + best.cost <= (1 - WORTHWHILE) * (self._compute_s + stays.cost)
-        return best if workload.backward_s and shorter else stays
+        about_as_good = self._compute_s + stays.cost <= (1 + WORTHWHILE) * (self._compute_s + least_s)
+        return stays if about_as_good or not self._compute_s else best
 
     def _as_a_part(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
         """The plan that has as large a share on the CPU as the best of every k-th subgroup has, with as many slots.
 
-        Of blocks and saved tensors, whose places matter, the best plan by the closed form.
+        Of blocks and saved tensors, whose places matter, the best plan by the closed form, unless all stay.
         """
-        if workload.blocks or workload.activations:
+        if (workload.blocks or workload.activations) and not fits(workload):
             return choices[0]
         every = -(-len(workload.subgroups) // MOST_SIMULATED)
         part = _every(workload, every)
@@ -149,10 +150,10 @@ class Answers:
         least, most = self._range(division)
         return Choice(found.cost * every, division, min(max(on_cpu, least), most))
 
-    def _simulated(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
+    def _simulated(self, workload: Workload, choices: Sequence[Choice]) -> tuple[Choice, float]:
         """The best of some plans that the closed form proposes, of those of fixed policies, and of neighbours.
 
-        Of plans that are about as good, the one that keeps host and links busy for the least time.
+        Of plans that are about as good, the one that keeps host and links busy for the least time; and the least cost.
         """
         found = list[Choice]()
 
@@ -162,7 +163,10 @@ class Answers:
                 found.append(Choice(self._seconds(workload, division, on_cpu), division, on_cpu))
             return min(found, key=_COST)
 
-        first, *proposed = [(each, NEAR) for each in _varied(choices)] + [(each, FAR) for each in self._fixed(choices)]
+        first, *proposed = [
+            *((each, NEAR if each.division.streams else FAR) for each in _varied(choices)),
+            *((each, FAR) for each in self._fixed(choices)),
+        ]
         start = best = look(first[0].division, first[0].on_cpu)
         for (cost, division, on_cpu), error in sorted(proposed, key=lambda each: each[0].cost):
             if cost - error * (self._compute_s + cost) < best.cost:
@@ -184,10 +188,8 @@ class Answers:
                 left -= 1
                 best = look(before.division, on_cpu)
             step = step if best is not before else step // 2
-        good = self._as_good(best)
-        return min(
-            (choice for choice in found if choice.cost <= good), key=lambda choice: self._busy_s(workload, choice)
-        )
+        good = [choice for choice in found if choice.cost <= self._as_good(best)]
+        return min(good, key=lambda choice: self._busy_s(workload, choice)), best.cost
 
     def _as_good(self, best: Choice) -> float:
         """The most that a plan costs which is about as good."""
@@ -286,10 +288,14 @@ def _comparable(workload: Workload) -> list[Division]:
 
 
 def _every(workload: Workload, k: int) -> Workload:
-    """Return a workload of every k-th subgroup alone, with its part of memory and time, and all slots that fit."""
+    """Return a workload of every k-th subgroup alone, with its part of memory and time, and all slots that fit.
+
+    Where all fits, weights stay, and few saved tensors move: they are left out.
+    """
     slots = workload.slots_within(min(workload.shared_free_bytes, workload.update_free_bytes), SLOTS_TRIED[-1])
     staged = workload.staging_bytes(slots)
     room = min(workload.peak_free_bytes, workload.shared_free_bytes - staged)
+    room = math.inf if fits(workload) else room
     return dataclasses.replace(
         workload,
         subgroups=workload.subgroups[k // 2 :: k],
@@ -300,4 +306,6 @@ def _every(workload: Workload, k: int) -> Workload:
         shared_free_bytes=math.inf,
         update_free_bytes=staged,
         host_free_bytes=workload.host_free_bytes / k,
+        activations=(),
+        blocks=(),
     )

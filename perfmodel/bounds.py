@@ -212,6 +212,10 @@ class _Sums:
         work = classes.work(overlaps_backward=self._beside)
         self._tables = {name: [classes.least(each) for each in by_placement] for name, by_placement in work.items()}
         self._slot_bytes = workload.slot_bytes
+        self._free = workload.peak_free_bytes
+        if not (workload.blocks or workload.activations):
+            free = min(workload.peak_free_bytes, workload.shared_free_bytes)
+            self._free = _whole([load.state_bytes for load in workload.subgroups], free)
         self._one_slot = any(load.returned_bytes > 0 for load in classes.loads)  # in any case
         self._most_prefetch = max(c[Stream.PREFETCH].seconds for c in classes.costs)
         self._sum_weights(classes)
@@ -278,7 +282,7 @@ class _Sums:
         workload, loads, costs = self._workload, classes.loads, classes.costs
         held = np.array([max(load.host_bytes, 1) for load in loads], dtype=float)
         self._at_home = classes.least(classes.counts * [load.host_bytes for load in loads])
-        self._home = _whole(Counter(workload.subgroups), workload.host_free_bytes)
+        self._home = _whole([load.host_bytes for load in workload.subgroups], workload.host_free_bytes)
         read, write = (np.array([c[stream].seconds for c in costs]) for stream in (Stream.READ, Stream.WRITE))
         self._read = float((read / held).min()), workload.windows * float(read.max())
         self._write = float((write / held).min())
@@ -291,7 +295,7 @@ class _Sums:
     def cells(self) -> Cells:
         """Cells of all shares."""
         state, share = self._tables["state"][2][::-1]
-        room = min(self._workload.peak_free_bytes, self._workload.shared_free_bytes) + self._gained
+        room = min(self._free, self._workload.shared_free_bytes) + self._gained
         least = 1.0 - float(np.interp(room, state, share)) if room < state[-1] else 0.0  # at home
         on_cpu, at_home = (np.linspace(first, 1.0, FIRST_CELLS + 1) for first in (0.0, least))
         ends = [
@@ -318,7 +322,7 @@ class _Sums:
         needed = state + np.maximum(stay - (1.0 - self.streams_most) * self._weights, 0.0)
         stays = (1.0 - self.streams_most) * self._weights
         slot = np.where(streamed > 0, 0.0 if self._one_slot else self._slot_bytes, 0.0)
-        free, shared = max(work.peak_free_bytes - stays, 0.0), max(work.shared_free_bytes - stays, 0.0)
+        free, shared = max(self._free - stays, 0.0), max(work.shared_free_bytes - stays, 0.0)
         short = np.maximum(needed - free, 0.0)
         if work.shares_peak:
             short = np.maximum(short, needed + slot - shared)
@@ -410,16 +414,16 @@ def _costs(load: SubgroupLoad, profile: HardwareProfile, *, streams: bool) -> di
     return found
 
 
-def _whole(classes: Counter[SubgroupLoad], free: float) -> float:
-    """The most bytes that whole subgroups take of the `free` bytes of a host.
+def _whole(sizes: Sequence[int], free: float) -> float:
+    """The most bytes that whole subgroups of these sizes take of the `free` bytes of a host or a device.
 
     With many sizes not all sums are tried, and the result is `free`.
     """
     sums = {0}
-    for load, count in classes.items():
+    for size, count in Counter(sizes).items():
         if len(sums) * count > MOST_SUMS:
             return free
-        sums = {total + number * load.host_bytes for total in sums for number in range(count + 1)}
+        sums = {total + number * size for total in sums for number in range(count + 1)}
         sums = {total for total in sums if total <= free}
     return max(sums)
 

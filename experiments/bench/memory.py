@@ -1,6 +1,6 @@
 """Adaptive residency while device memory changes: recorded traces and scripted neighbours, against the clock.
 
-    python -m experiments.memory [--json]          # about five minutes on two cores
+    python -m experiments.memory [--json]          # about ten minutes on two cores
     python -m experiments.memory --only half,none  # a minute: memory for half of the state, and for nothing
     python -m experiments.memory --simulate        # the published 20B run on the H100 profile; nothing is trained
 
@@ -34,7 +34,7 @@ from experiments.bench.neighbours import Points, neighbours
 from experiments.command import Parser, table_of
 from experiments.gpt import GPT, Corpus, GPTConfig, standard_library
 from experiments.harness import Dropped, Limit, Progress, finish, measuring, take_turns, timed
-from experiments.miniature import UPDATE_S, equal_subgroups
+from experiments.miniature import equal_subgroups
 from experiments.paper import memory_h100
 from experiments.paper.ranks import PublishedRank, Recording
 from experiments.paper.runs import TRACES
@@ -47,6 +47,8 @@ from perfmodel.simulate import Phase, Scope, makespan
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=16)
 DTYPE = torch.bfloat16
 SUBGROUPS = 40
+UPDATE_S = 0.6
+"""Seconds of the update on the CPU, of the published run 2.2. Real work takes 10 to 25 ms of an iteration."""
 SCOPE = Scope(Phase.OVERLAPPED, Phase.ABSENT)
 """Gradients are copied during backward; the next forward waits for the update."""
 TRAVEL = (Op.PREFETCH, Op.FLUSH, Op.GRADIENT, Op.PARAMETER)
@@ -62,7 +64,7 @@ CERTAIN = ("ample", "none")
 """Scripts in which no fixed policy runs: all stays on the device, or all on the CPU."""
 NOISE = 0.02
 """Times that differ by less are equal."""
-MOST_OVER_BOUND = 1.2
+MOST_OVER_BOUND = 1.17
 """Times the bound that an adaptive iteration may take."""
 A_THIRD = 1 / 3
 SPEEDUP = 1.5

@@ -66,8 +66,6 @@ def adaptive_outcome(situation: Situation) -> Outcome:
     if situation.question.offload_parameters:
         return _outcome("in place, on the host", situation, cpu_only(situation.update_workload))
     scope, beside = situation.scope, situation.iteration_workload
-    if not beside.subgroups[0].returned_bytes:
-        beside = dataclasses.replace(beside, micro_batches=1)  # which DOSAdam's policy counts with offloaded gradients
     work = dataclasses.replace(
         beside,
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,

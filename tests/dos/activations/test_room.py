@@ -112,6 +112,14 @@ def test_micro_batches_want_no_more_than_one_of_them() -> None:
     assert offload.pool.nbytes < 1.25 * (LAYERS + 1) * EACH
 
 
+def test_plans_count_the_micro_batches_in_each_of_which_saved_tensors_move() -> None:
+    model, optimizer, _ = start(1.0)
+    for _ in range(3):
+        forward(model).backward()
+    optimizer.step()
+    assert session_of(optimizer).assembly.on_device.facts().workload.micro_batches == 3
+
+
 @pytest.mark.parametrize("amount", [0.25, 4 * EACH + 1])
 def test_no_more_is_pinned_than_was_chosen_to_leave(amount: float) -> None:
     model, optimizer, offload = start(amount)

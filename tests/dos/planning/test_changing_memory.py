@@ -26,6 +26,7 @@ from experiments.bench.memory import (
     CONFIG,
     DTYPE,
     ITERATIONS,
+    MOST_OVER_BOUND,
     SCOPE,
     Setting,
     bound_s,
@@ -44,7 +45,7 @@ from tests.support.training import FAST, ended_steps
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
-MEDIAN_OVER_BOUND, MOST_OVER_BOUND = 1.10, 1.18
+MEDIAN_OVER_BOUND = 1.10
 DRAWN = 1
 """Scripts of each family."""
 
