@@ -110,7 +110,7 @@ class MemoryMonitor:
 
     def runs_short(self) -> bool:
         """Return whether less than SHORT of the device is free now."""
-        self.sample(always=True)
+        self._sample()
         memory = self.reading.memory
         return memory.free < SHORT * memory.total
 
@@ -144,7 +144,7 @@ class MemoryMonitor:
     @exclusive
     def end_iteration(self) -> None:
         """End the iteration, whose step was issued, and begin the next one's forward."""
-        self.sample(always=True)
+        self._sample()
         self.forecast.end_iteration()
         if self._offered is not None:
             self._resident, self._offered = self._offered, None

@@ -213,8 +213,10 @@ class Step:
 
         Transfers before have negative times. unused: spans of transits that no step has used.
         """
+        self.origin = self.iteration.started
         # A device whose work is queued may end backward long after the host has called step().
-        self.origin = max([self.iteration.started, *(job.wait().end for job in self.backward)])
+        for job in self.backward:
+            self.origin = max(self.origin, job.wait().end)
         self.ran = Timeline.of([span.since(self.origin) for span in spans])
         return Timeline.of([*self.ran.spans, *[span.since(self.origin) for span in unused]]) if unused else self.ran
 
