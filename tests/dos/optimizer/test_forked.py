@@ -69,7 +69,7 @@ OF_WEIGHTS: dict[str, Callable[[Any, Any], object]] = {
 
 
 def started(weights: Any, pins: bool, tmp_path: Path | None, **options: Any) -> tuple[Any, Any]:
-    model = blocks.net(width=blocks.WIDE)
+    model = blocks.net(options.pop("dtype", torch.float32), width=blocks.WIDE)
     device = (Pins if pins else EmulatedDevice)(FAST, 10**8)
     if tmp_path is not None:
         options |= {"disk": tmp_path, "host_memory": 400_000}
@@ -79,15 +79,36 @@ def started(weights: Any, pins: bool, tmp_path: Path | None, **options: Any) -> 
     return model, optimizer
 
 
-@pytest.mark.parametrize(("weights", "disk"), [(None, False), (None, True), (0, False), (2, True), (6, False)])
+BF16 = {"dtype": torch.bfloat16}
+MODES: dict[str, dict[str, Any]] = {
+    "attached": {"offload_gradients": False},
+    "offload": {},
+    "disk": {"disk": True},
+    "none stays": {"weights": 0},
+    "some stay, disk": {"weights": 2, "disk": True},
+    "all stay": {"weights": 6},
+    "split": BF16,
+    "float32": {"weights": 0, **BF16, "state_format": "float32"},
+    "int8": {"weights": 2, "state_format": "int8"},
+    "in backward": {"updates": "backward"},
+}
+
+
+QUICK = ("offload", "disk", "none stays", "some stay, disk", "all stay")
+
+
+@pytest.mark.parametrize("mode", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_a_child_that_reads_what_is_pinned_is_told_so(
-    weights: Any, disk: bool, runtime: Runtime, tmp_path: Path
+    mode: str, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = started(weights, True, tmp_path if disk else None)
+    monkeypatch.setattr("dos.rules.adamw.LEAST_CODED", 128)
+    options = {**MODES[mode]}
+    weights, disk = options.pop("weights", None), options.pop("disk", False)
+    model, optimizer = started(weights, True, tmp_path if disk else None, **options)
     for name, read in {**READS, **({} if weights in (None, 6) else OF_WEIGHTS)}.items():
         assert in_child(lambda: read(model, optimizer)).startswith(f"RuntimeError: {SAID}"), name  # noqa: B023
     blocks.train(model, optimizer, 1, first=2)
-    plain, others = started(weights, False, None)
+    plain, others = started(weights, False, None, **options)
     blocks.train(plain, others, 1, first=2)
     assert blocks.everything(model, optimizer) == blocks.everything(plain, others)
 
