@@ -395,6 +395,8 @@ class Mode(TorchDispatchMode):
         return False  # nothing is compiled here; true would import the compiler, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper has no memory: it is asked, and its operations come here
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func._schema.name.startswith("aten::_foreach_") and func._schema.name.endswith("_"):
