@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from dos import DOSAdam
 from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
+from tests.support.clock import eventually
 from tests.support.disk import SMALL, TWO_WINDOWS, dos_adam, files, wide
 from tests.support.training import bits, everything, train
 
@@ -76,7 +77,7 @@ def test_copies_have_files_of_their_own(tmp_path: Path, place: str, how: str) ->
     train(model, optimizer, 2, first_step=2)
     assert everything(other, twin) == everything(model, optimizer)
     del optimizer, pair
-    assert len(files(tmp_path)) == 1
+    assert eventually(lambda: len(files(tmp_path)) == 1), "a thread may refer to its last job a moment longer"
     train(other, twin, 1, first_step=4)
 
 
@@ -93,7 +94,7 @@ def test_files_go_with_the_optimizer_and_copies_and_views_of_its_state_stay(tmp_
     try:
         del optimizer
         assert gone() is None
-        assert not files(tmp_path)
+        assert eventually(lambda: not files(tmp_path))
     finally:
         gc.enable()
     assert bits(t for entry in state.values() for t in entry.values()) == copied
