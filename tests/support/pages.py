@@ -66,7 +66,8 @@ def blocks(name: str) -> Iterator[Block]:
 
 def commands(name: str) -> list[str]:
     """The command lines of a page's blocks, and those within its text."""
-    lines = [line for block in blocks(name) if block.language in ("", "sh") for line in block.code.splitlines()]
+    shells = [block.code for block in blocks(name) if block.language in ("", "sh")]
+    lines = [line for code in shells for line in re.sub(r"\\\n *", "", code).splitlines()]
     text = page(name).read_text().replace("\n> ", " ")
     lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     return [

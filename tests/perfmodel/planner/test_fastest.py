@@ -126,6 +126,16 @@ def test_nothing_is_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown" not in shown
 
 
+def test_what_was_asked_is_not_faster_than_the_fastest() -> None:
+    """Not even by less than another setting would be worth."""
+    line = "--params 30e9 --machine h100 --ranks 4 --fsdp --checkpointing --offload-activations auto --host 512GiB"
+    found = typed(f"{line} --subgroup-size 400M")
+    assert found.fastest is not None
+    assert found.best_batch is not None
+    question, outcome = found.best_batch
+    assert found.fastest.tokens_per_s >= question.step_tokens / outcome.seconds
+
+
 def test_remedies_say_what_they_train(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--params 3e9 --machine rtx-3060 --host 32GB"
     shown = text(line, capsys)
