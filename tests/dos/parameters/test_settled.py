@@ -17,7 +17,7 @@ from dos.gradients.identity import Token
 from dos.state.record import ParameterRecord
 from dos.step.iteration import Iteration
 from perfmodel import Placement, Plan, Workload
-from tests.support.inside import plan_anew
+from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import all_in
 from tests.support.training import Make, assert_as_adamw, maker
 
@@ -114,6 +114,19 @@ def test_staged_gradients_outlive_a_wider_staging() -> None:
             gc.collect()
         found.append([p.detach().clone() for p in ps])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch takes no gradient of another dtype")
+def test_a_wider_staging_has_memory_on_the_host() -> None:
+    p = nn.Parameter(torch.ones(1 << 16).bfloat16())
+    p.grad_dtype = None
+    optimizer = made("cpu", [p], subgroup_size=1 << 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        p.grad = torch.ones(1 << 16, dtype=dtype)
+        optimizer.step()
+    registry = session_of(optimizer).registry
+    (subgroup,) = registry.accelerated
+    assert registry.host_store.stages(subgroup)
 
 
 def test_skipped_steps_leave_nothing_behind() -> None:
