@@ -64,14 +64,16 @@ AMPLE: dict[str, Any] = {
 
 
 class Choice(NamedTuple):
-    """The parts of a plan: a division of memory, and how many subgroups the CPU updates.
+    """The parts of a plan: a division of memory, how many subgroups the CPU updates, and the order.
 
-    cost: seconds by which it makes the iteration longer.
+    cost: seconds by which it makes the iteration longer. reverse: whether subgroups are updated in the order of their
+        gradients, the last first, and not in forward's.
     """
 
     cost: float
     division: Division
     on_cpu: int
+    reverse: bool = False
 
 
 class Answers:
@@ -91,7 +93,7 @@ class Answers:
         self._hidden_s = self._compute_s if workload.in_backward else 0.0
         """Seconds of compute behind which all of an update may hide, which the closed form leaves out."""
         self._proposed: dict[Division, np.ndarray] = {}
-        self._known: dict[tuple[Division, int, tuple[int, ...]], float] = {}
+        self._known: dict[tuple[Division, int, tuple[int, ...], bool], float] = {}
         self._floor = Floor(workload, profile, self._scope)
         self._least: dict[tuple[Division, int], float] = {}
         self._divided: dict[tuple[Division, int], Plan] = {}
@@ -112,7 +114,8 @@ class Answers:
             if len(self._plans) == REMEMBERED:
                 self._plans.pop(next(iter(self._plans)))
             best = self._choose(workload)
-            self._plans[memory] = self._plan(best.division, best.on_cpu)
+            plan = self._plan(best.division, best.on_cpu)
+            self._plans[memory] = _reversed(plan) if best.reverse else plan
         return self._plans[memory]
 
     def _choose(self, workload: Workload) -> Choice:
@@ -121,11 +124,14 @@ class Answers:
         if len(workload.subgroups) > (MOST_PLACED if workload.blocks or workload.activations else MOST_SIMULATED):
             return self._as_a_part(workload, choices)
         best, least_s = self._simulated(workload, choices)
-        if not fits(workload):
-            return best
-        stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
-        about_as_good = self._compute_s + stays.cost <= (1 + WORTHWHILE) * (self._compute_s + least_s)
-        return stays if about_as_good or not self._compute_s else best
+        if fits(workload):
+            stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
+            about_as_good = self._compute_s + stays.cost <= (1 + WORTHWHILE) * (self._compute_s + least_s)
+            best = stays if about_as_good or not self._compute_s else best
+        if workload.returns and not workload.in_backward:  # what arrives first may return while others still leave
+            other = best._replace(cost=self._seconds(workload, best.division, best.on_cpu, reverse=True), reverse=True)
+            best = other if self._as_good(other) < best.cost else best
+        return best
 
     def _as_a_part(self, workload: Workload, choices: Sequence[Choice]) -> Choice:
         """The plan that has as large a share on the CPU as the best of every k-th subgroup has, with as many slots.
@@ -148,7 +154,7 @@ class Answers:
         even = min((many - many // k for k in STRIDES[1:]), key=lambda each: abs(each - on_cpu))
         on_cpu = even if workload.forward_s and abs(even - on_cpu) <= EVEN * many else on_cpu
         least, most = self._range(division)
-        return Choice(found.cost * every, division, min(max(on_cpu, least), most))
+        return Choice(found.cost * every, division, min(max(on_cpu, least), most), found.reverse)
 
     def _simulated(self, workload: Workload, choices: Sequence[Choice]) -> tuple[Choice, float]:
         """The best of some plans that the closed form proposes, of those of fixed policies, and of neighbours.
@@ -168,9 +174,9 @@ class Answers:
             *((each, FAR) for each in self._fixed(choices)),
         ]
         start = best = look(first[0].division, first[0].on_cpu)
-        for (cost, division, on_cpu), error in sorted(proposed, key=lambda each: each[0].cost):
-            if cost - error * (self._compute_s + cost) < best.cost:
-                best = look(division, on_cpu)
+        for choice, error in sorted(proposed, key=lambda each: each[0].cost):
+            if choice.cost - error * (self._compute_s + choice.cost) < best.cost:
+                best = look(choice.division, choice.on_cpu)
         if best is not start:  # the closed form may be right but for the last subgroup, for which all wait
             least, most = self._range(start.division)
             for on_cpu in {max(start.on_cpu - FIRST_STEP, least), min(start.on_cpu + FIRST_STEP, most)}:
@@ -221,14 +227,14 @@ class Answers:
             self._busy[key] = seconds + returned / self.profile.h2d_bandwidth
         return self._busy[key]
 
-    def _seconds(self, workload: Workload, division: Division, on_cpu: int) -> float:
-        """Seconds by which a plan makes the iteration longer, simulated once."""
+    def _seconds(self, workload: Workload, division: Division, on_cpu: int, *, reverse: bool = False) -> float:
+        """Seconds by which a plan makes the iteration longer, simulated once. reverse: as of a choice."""
         plan = self._plan(division, on_cpu)
         # Backward frees memory for slots sooner where more is free beside state.
-        key = division, on_cpu, memory_freed(plan, workload, plan.slots) if division.streams else ()
+        key = division, on_cpu, memory_freed(plan, workload, plan.slots) if division.streams else (), reverse
         if key not in self._known:
             simulator = Simulator(workload, self.profile, self._scope, self._simulator)
-            self._known[key] = simulator.makespan(plan) - self._compute_s
+            self._known[key] = simulator.makespan(_reversed(plan) if reverse else plan) - self._compute_s
         return self._known[key]
 
     def _plan(self, division: Division, on_cpu: int) -> Plan:
@@ -251,7 +257,7 @@ class Answers:
         """The plans of fixed policies: of what is not resident all is on the CPU, or every k-th is streamed."""
         found, most = dict[object, Division](), max(len(choice.division.blocks) for choice in choices)
         many = self.workload.activations or self.workload.blocks  # divisions, and simulations take long
-        for _, division, _ in choices:
+        for division in (each.division for each in choices):
             found.setdefault((division.streams, 0 if many else division.slots), division)
             if most and len(division.blocks) == most:  # such policies keep the weights of all blocks that have room
                 found.setdefault((division.streams, division.slots, most), division)
@@ -267,11 +273,15 @@ class Answers:
         return int(np.isfinite(row).argmax()), len(row) - 1
 
 
+def _reversed(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, order=plan.order[::-1])
+
+
 def _varied(choices: Sequence[Choice]) -> list[Choice]:
     """The first of these, and the first of those at each end of what else divisions differ in."""
     found = dict.fromkeys(choices[:PROPOSED])
     for amount in (attrgetter("activation_bytes"), lambda division: len(division.blocks), attrgetter("streams")):
-        amounts = {amount(division) for _, division, _ in choices}
+        amounts = {amount(each.division) for each in choices}
         for extreme in sorted({min(amounts), max(amounts)}) if len(amounts) > 1 else []:
             found[next(choice for choice in choices if amount(choice.division) == extreme)] = None
     return list(found)

@@ -30,7 +30,7 @@ class Division:
 
     slots: for subgroups that are streamed, and for the offloaded gradients of residents.
     activation_bytes: of saved tensors that move.
-    residents: the subgroups whose state has room to stay, larger ones first.
+    residents: the subgroups whose state has room to stay, larger ones first unless all fit.
     blocks: whose weights stay.
     streams: whether state passes through the slots; else they have room for offloaded gradients alone.
     """
@@ -105,7 +105,8 @@ def divisions(workload: Workload) -> list[Division]:
             # A second slot may shorten the iteration by more than the residents do that it takes the place of.
             shared = workload.shared_free_bytes - workload.staging_bytes(slots, streams=False)
             residents = _fitting(workload, larger_first, taken, min(workload.peak_free_bytes, shared) - weights)
-            all_fit.append(Division(slots, amounts[0], residents, everything, streams=False))
+            # In their order: of what the CPU updates, gradients come first then.
+            all_fit.append(Division(slots, amounts[0], tuple(sorted(residents)), everything, streams=False))
         return all_fit
     found = dict[Division, None]()
     first = {frozenset[int](): larger_first}

@@ -41,8 +41,8 @@ GROUPS = 24
 """Of saved tensors, in the simulation."""
 BLOCK = 6
 """Iterations of one run before the next has its turn; the first does not count."""
-WARM_UP = 7
-"""Blocks that do not count: plans are searched for a piece in each iteration."""
+WARM_UP = 2
+"""Blocks that do not count: in the first steps memory and the pace become known."""
 WAYS: dict[str, float | str] = {"stay": 0.0, "all leave": 1.0, "auto": "auto"}
 """By the name of the row: `activations` of `DOSAdam.attach`."""
 MOST_OVER_BEST = 1.03

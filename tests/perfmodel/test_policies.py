@@ -373,6 +373,23 @@ def test_more_memory_never_takes_longer_where_gradients_are_offloaded() -> None:
     assert all(more <= 1.01 * less for less, more in itertools.pairwise(seconds)), seconds
 
 
+@pytest.mark.parametrize(("backward_s", "reverse"), [(0.01, True), (10.0, False)])
+def test_offloaded_gradients_return_in_the_order_in_which_they_leave_where_that_is_sooner(
+    backward_s: float, reverse: bool
+) -> None:
+    """The last subgroup's leave first. The first one's would wait until all have left."""
+    profile = MACHINES["a100_bound"]
+    load = Workload.of_sizes([20_000_000] * 40, CODED, forward_s=backward_s / 3, backward_s=backward_s)
+    loads = tuple(dataclasses.replace(each, returned_bytes=each.gradient_bytes) for each in load.subgroups)
+    load = dataclasses.replace(load, subgroups=loads, passing_bytes=load.subgroups[0].gradient_bytes)
+    plan = adaptive(load, profile)
+    assert plan.order == tuple(range(40))[:: -1 if reverse else 1]
+    scope = Scope.beside(load)
+    other = dataclasses.replace(plan, order=plan.order[::-1])
+    assert makespan(plan, load, profile, scope) <= makespan(other, load, profile, scope)
+    assert adaptive(dataclasses.replace(load, in_backward=True), profile).order == tuple(range(40)), "as they arrive"
+
+
 @st.composite
 def with_saved_tensors(draw: st.DrawFn) -> tuple[Workload, HardwareProfile]:
     n = draw(st.integers(1, 40))
