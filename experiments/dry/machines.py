@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.simdev.build import arithmetic
-from perfmodel.format import CODED, SPLIT, Format
+from perfmodel.format import CODED, MIXED, SPLIT, Format
 from perfmodel.hardware import HardwareProfile
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -115,6 +115,11 @@ class Machine:
         rate *= self.profile.cpu_update_rate / max(self.threads.values())
         return rate * {"split": self.profile.cpu_speed_split, "int8": self.profile.cpu_speed_int8}.get(state.name, 1.0)
 
+    def calibrated(self, threads: int) -> HardwareProfile:
+        """Return the profile as calibration measures it since: with no more threads than the CPU lane uses."""
+        rate = self.cpu_rate(MIXED, threads)
+        return self.profile.replace(cpu_threads=threads, cpu_update_rate=rate)
+
     def gpu_rate(self, state: Format) -> float:
         """Parameters per second of an update on the device."""
         speeds = {"split": self.profile.gpu_speed_split, "int8": self.profile.gpu_speed_int8}
@@ -163,8 +168,6 @@ class Machine:
 
 def _traffic(profile: HardwareProfile, state: Format | None) -> float:
     """Bytes of host memory that an update of a parameter moves. state: None, of the format that is calibrated."""
-    from perfmodel.format import MIXED
-
     return (state or MIXED).update_traffic * profile.cpu_traffic_factor
 
 

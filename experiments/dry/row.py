@@ -6,6 +6,7 @@ JSON of a `Row`; it prints one line of JSON.
 
 from __future__ import annotations
 
+import contextlib
 import cProfile
 import dataclasses
 import gc
@@ -18,7 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.dry.machines import SETTINGS, Costs, Machine, Setting, machine
+from experiments.dry.machines import SETTINGS, Costs, Setting, machine
+from perfmodel.hardware import HardwareProfile
 
 SUBGROUPS, OF_CONTEST = 20, 50
 """Of the model: about as many as DOSAdam chooses on an H200, and as the contest had on the machines."""
@@ -108,7 +110,12 @@ class _Trained:
         self._size = -(-self.model.numel // self._subgroups)
         self._budget = 0
         self._policies: dict[Setting, Any] = {}
-        self._switch = Switch(self.machine.profile)
+        self.profile = self.machine.profile
+        with contextlib.suppress(ImportError):  # `--dos` may be older, and use them all
+            from dos.machine.threads import most_beside
+
+            self.profile = self.machine.calibrated(most_beside(gpu.CORES))
+        self._switch = Switch(self.profile)
         setting = SETTINGS[row.setting]
         self.optimizer = DOSAdam(
             self.model.parameters(),
@@ -129,7 +136,7 @@ class _Trained:
             named: Any = self.row.policy or ("cpu" if setting.share is None else None)
             if named is not None and named.replace(".", "", 1).isdecimal():
                 named = float(named)  # a ratio
-            self._policies[setting] = AdaptivePolicy(self.machine.profile) if named is None else named
+            self._policies[setting] = AdaptivePolicy(self.profile) if named is None else named
         return self._policies[setting]
 
     def turn(self, setting: Setting, warm_up: int, steps: int) -> None:
@@ -156,7 +163,7 @@ class _Trained:
         if profiler is not None:
             profiler.disable()
             profiler.dump_stats(str(self.row.trace))
-        self._beliefs[setting] = _beliefs(self.optimizer, self.machine)
+        self._beliefs[setting] = _beliefs(self.optimizer, self.profile)
 
     def figures(self, setting: Setting) -> dict[str, Any]:
         """The figures of all turns of a setting: medians of the medians of its turns."""
@@ -228,7 +235,7 @@ def _queued_s() -> float:
     return sum(int(task.read_text().split()[1]) for task in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
-def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
+def _beliefs(optimizer: Any, profile: HardwareProfile) -> dict[str, Any]:
     """The plan, the forward in which the planner believes, and the iteration that it predicts."""
     from perfmodel.simulate import Scope, exposed
 
@@ -237,7 +244,7 @@ def _beliefs(optimizer: Any, of: Machine) -> dict[str, Any]:
     decisions = optimizer._session.assembly.on_device.decisions
     report, forward_s = decisions.ended, decisions.pace.forward.seconds
     work = report.lasting
-    predicted_s = exposed(report.plan, work, decisions.profile or of.profile, Scope.beside(work))
+    predicted_s = exposed(report.plan, work, decisions.profile or profile, Scope.beside(work))
     # The workload has only the part of backward beside which gradients leave, and no forward where none runs beside it.
     rest_s = 0.0 if work.in_backward else decisions.pace.rest.seconds
     predicted_s += forward_s + max(rest_s, work.backward_s)

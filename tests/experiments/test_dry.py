@@ -13,7 +13,7 @@ from experiments.dry.machines import BACKWARD_S, BLOCKS, FORWARD_S, SETTINGS, As
 from experiments.simdev.build import UnavailableError, arithmetic, library
 from perfmodel import Op, Workload
 from perfmodel.adaptive import adaptive
-from perfmodel.format import Format
+from perfmodel.format import MIXED, Format
 from perfmodel.lanes import Stream
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.tasks import Schedule
@@ -140,6 +140,15 @@ def test_rates_with_all_three_busy_are_those_that_were_measured(name: str) -> No
         ends.append(asked.mark(link))
     asked.advance(1)
     assert [asked.at(end) for end in ends] == pytest.approx([second] * 3, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["h200", "h100"])
+def test_plans_are_made_for_the_threads_that_the_cpu_lane_has(name: str) -> None:
+    of = machine(name)
+    assert of.calibrated(of.profile.cpu_threads) == of.profile
+    found = of.calibrated(12)
+    assert found.cpu_threads == 12
+    assert found.cpu_update_rate == of.cpu_rate(MIXED, 12) < of.profile.cpu_update_rate
 
 
 FLOORS = {"h200": (400, 321, 240, 288, 227), "h100": (346, 300, 229)}
