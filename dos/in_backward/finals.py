@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dos.devices import Caller, ThreadJob
+from dos.devices import ThreadJob
 from dos.guard import Guard
+from dos.in_backward.expected import NOTHING, Awaiting, Expected, Learned
 from dos.in_backward.refusals import AGAIN, SET
 from dos.in_backward.runs import Run
 from dos.parameters.admission import Group
@@ -17,52 +18,10 @@ from dos.parameters.reconciler import Reconciler
 from dos.parameters.registry import Registry, tell_autograd
 from dos.rules.base import Rule
 from dos.state.record import ParameterRecord
-from dos.state.subgroup import Piece, Subgroup
+from dos.state.subgroup import Piece
 from dos.step.parts import Parts
 from dos.step.work import Input, Placed, SubgroupUpdate, new_input, prepare_updates
 from dos.weights.parts import will_write
-
-
-class Learned(NamedTuple):
-    """The findings of the last backward that was a step.
-
-    times: how often it has written each gradient: the last time it is final. beside: see Run. late: the parameters that
-        a module has read after that, which wait for `step()`. All by id: of another parameter with this id a use too
-        many raises.
-    """
-
-    times: Mapping[int, int]
-    beside: Mapping[int, int]
-    late: frozenset[int]
-
-
-NOTHING = Learned({}, {}, frozenset())
-
-
-class _Awaiting:
-    """A subgroup that waits for gradients.
-
-    left: how many have yet to come. callers: the queues in which backward wrote the others.
-    """
-
-    __slots__ = ("callers", "left", "subgroup")
-
-    def __init__(self, subgroup: Subgroup) -> None:
-        self.subgroup, self.left, self.callers = subgroup, 0, set[Caller]()
-
-
-class _Expected(NamedTuple):
-    """A gradient that comes as often as `times`.
-
-    group: of its parameter. awaiting: the subgroups that wait for it. alone: the only one, where no more has to be
-        known of the gradient than that it was written; else None.
-    """
-
-    record: ParameterRecord
-    times: int
-    group: Group
-    awaiting: Sequence[_Awaiting]
-    alone: _Awaiting | None
 
 
 class Finals:
@@ -82,7 +41,7 @@ class Finals:
         self._registry, self._reconciler, self._guard, self._rule = registry, reconciler, guard, rule
         self._offloads = registry.offloaded.enabled
         self._learned = NOTHING
-        self._expected: dict[int, _Expected] = {}
+        self._expected: Mapping[int, Expected] = {}
         self._given: list[Tensor | None] = []
         """The gradients that are final, by number of the record."""
         self._inputs: list[Input | None] = []
@@ -93,24 +52,11 @@ class Finals:
         self._known: dict[tuple[int, float], int] = {}
         self._setting: tuple[Group | None, float, int] = None, 0.0, 0
 
-    def open(self, groups: Sequence[Group], parts: Parts | None, learned: Learned) -> None:
+    def open(self, expected: Mapping[int, Expected], parts: Parts | None, learned: Learned) -> None:
         """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
-        registry = self._registry
-        self.parts, self._learned = parts, learned
-        self._given, self._inputs = [None] * registry.records_made, [None] * registry.records_made
-        awaiting = {subgroup: _Awaiting(subgroup) for subgroup in (*registry.on_host, *registry.accelerated)}
-        extra = [frozenset(self._rule.extra(group)) for group in groups]
-        of_parameter = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}
-        for key, times in learned.times.items():
-            record, (group, fields) = registry.records.get(key), of_parameter.get(key, (None, ()))
-            if record is None:
-                continue
-            mine = [awaiting[subgroup] for subgroup, _ in registry.places[record]]
-            for each in mine:
-                each.left += 1
-            if group is not None and key not in learned.late and (not fields or fields <= record.arena.format.names):
-                plain = record.leaf is record.parameter and not (record.wrapped or self._offloads) and len(mine) == 1
-                self._expected[key] = _Expected(record, times, group, mine, mine[0] if plain else None)
+        made = self._registry.records_made
+        self.parts, self._learned, self._expected = parts, learned, expected
+        self._given, self._inputs = [None] * made, [None] * made
 
     def gather(self, run: Run, parameter: Tensor) -> bool:
         """Count a final gradient in `parameter.grad` behind which its subgroup waits for others; else return False."""
@@ -125,14 +71,14 @@ class Finals:
         self._wait(each.alone, each.record, gradient)
         return True
 
-    def _wait(self, awaiting: _Awaiting, record: ParameterRecord, gradient: Tensor) -> None:
+    def _wait(self, awaiting: Awaiting, record: ParameterRecord, gradient: Tensor) -> None:
         """Let a final gradient wait for the others of its subgroup."""
         self._given[record.number] = gradient
         awaiting.left -= 1
         # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
         awaiting.callers.add(None if self.parts is None else self.parts.device.caller())
 
-    def count(self, run: Run, parameter: Tensor, leaf: Tensor) -> _Expected | None:
+    def count(self, run: Run, parameter: Tensor, leaf: Tensor) -> Expected | None:
         """Count a gradient that backward has written to `leaf`; return what it is if it is final, else None.
 
         Raises RuntimeError if the parameter was updated already.
@@ -159,7 +105,7 @@ class Finals:
         """Return whether this backward has yet to write the gradient of a weight itself, beside that of its copy."""
         return key not in run.beside and will_write(parameter)
 
-    def ready(self, run: Run, each: _Expected) -> None:
+    def ready(self, run: Run, each: Expected) -> None:
         """Use a gradient that is final: update the subgroups that waited for it alone."""
         record = each.record
         if self._offloads and record.arena.accelerated:
@@ -201,7 +147,7 @@ class Finals:
         return found
 
     @torch.no_grad()
-    def _update(self, run: Run, awaiting: _Awaiting) -> None:
+    def _update(self, run: Run, awaiting: Awaiting) -> None:
         """Update a subgroup if it is as the last step has left it and there is memory for that; else `step()` does."""
         subgroup, parts, tier = awaiting.subgroup, self.parts, None
         away = self._offloads and subgroup.arena.accelerated

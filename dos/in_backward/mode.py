@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dos.backward import Backward
 from dos.guard import Guard, warn
-from dos.in_backward.finals import NOTHING, Finals, Learned
+from dos.in_backward.expected import NOTHING, Expectations, Learned
+from dos.in_backward.finals import Finals
 from dos.in_backward.refusals import (
     CAPTURED,
     CHANGED,
@@ -59,6 +60,7 @@ class InBackward:
     complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
         these updates wait for others, see `Parts`; nothing may happen any more that would have to come before them.
     planned: the plan of this iteration with what it was made for, where weights stream: `step()` moves blocks.
+    expectations: of the last backward that has updated; None: none has, or parameters were forgotten since.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class InBackward:
         self.held = 0
         self.unended = False
         self.planned: tuple[Plan, Facts] | None = None
+        self.expectations: Expectations | None = None
         self._registry, self._ledger, self._reconciler = registry, ledger, reconciler
         self._guard, self._rule = guard, rule
         self._runs: list[Run] = []
@@ -223,7 +226,11 @@ class InBackward:
 
     def open(self, groups: Sequence[Group], parts: Parts | None) -> None:
         """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
-        self.finals.open(groups, parts, self._learned)
+        facts = self._registry, self._rule, groups, self._learned
+        if self.expectations is None or not self.expectations.hold(*facts):
+            self.expectations = Expectations(*facts)
+        self.expectations.begin()
+        self.finals.open(self.expectations.of, parts, self._learned)
 
     @property
     def plan(self) -> Plan | None:

@@ -121,4 +121,6 @@ class Assembly:
                 if self.on_device is not None:
                     self.on_device.forget(gone)
                 self.reconciler.forget()
+                if self.in_backward is not None:
+                    self.in_backward.expectations = None
                 self.registry.forget(gone, self.parameters)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dos import DOSAdam
+from dos import DOSAdam, EmulatedDevice
 from dos.in_backward import InBackward, Run
+from dos.in_backward.expected import Expectations
 from dos.step.ledger import Ledger
 from dos.step.parts import MOST_HELD, turn_seconds
 from perfmodel import Lane, Op, Placement, Span, Timeline, Workload
@@ -30,7 +31,7 @@ from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.inside import in_backward
-from tests.support.training import SLOW, Raises, bits, everything, loss_of, maker, mlp
+from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp
 
 pytestmark = [
     pytest.mark.usefixtures("one_kernel_thread"),
@@ -765,6 +766,32 @@ def test_changes_by_user_code_between_steps() -> None:
                     optimizer.attach(model, updates=updates)
             found.append(everything(model, optimizer))
         assert found[0] == found[1]
+
+
+def test_what_backward_expects_is_worked_out_again_only_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = list[int](), Expectations.__init__
+    monkeypatch.setattr(Expectations, "__init__", lambda *arguments: (made.append(step), make(*arguments))[1])
+    found = []
+    for updates in ("step", "backward"):
+        model = mlp()
+        biases = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}, {"params": biases, "lr": 0.1}]
+        optimizer = DOSAdam(groups, lr=0.01, policy="cpu", subgroup_size=150, device=EmulatedDevice(FAST, 10**9))
+        optimizer.attach(model, updates=updates)
+        for step in range(12):
+            if step == 4:
+                optimizer.param_groups[0]["lr"] = 0.02  # no expectation follows from it
+            if step == 6:
+                first, second = (group["params"] for group in optimizer.param_groups)
+                first.append(second.pop())
+            if step == 8:
+                model[0].weight.requires_grad_(False)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+    assert made == [1, 6, 9]
 
 
 @pytest.mark.parametrize("offload", [False, True])

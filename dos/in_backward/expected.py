@@ -1,0 +1,103 @@
+"""Gradients that a backward is expected to write, and the subgroups that wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dos.devices import Caller
+from dos.parameters.active import same
+from dos.parameters.admission import Group
+from dos.parameters.registry import Registry
+from dos.rules.base import Rule
+from dos.state.record import ParameterRecord
+from dos.state.subgroup import Subgroup
+
+
+class Learned(NamedTuple):
+    """The findings of the last backward that was a step.
+
+    times: how often it has written each gradient: the last time it is final. beside: see Run. late: the parameters that
+        a module has read after that, which wait for `step()`. All by id: of another parameter with this id a use too
+        many raises.
+    """
+
+    times: Mapping[int, int]
+    beside: Mapping[int, int]
+    late: frozenset[int]
+
+
+NOTHING = Learned({}, {}, frozenset())
+
+
+class Awaiting:
+    """A subgroup that waits for gradients.
+
+    left: how many have yet to come. callers: the queues in which backward wrote the others.
+    """
+
+    __slots__ = ("callers", "left", "subgroup")
+
+    def __init__(self, subgroup: Subgroup) -> None:
+        self.subgroup, self.left, self.callers = subgroup, 0, set[Caller]()
+
+
+class Expected(NamedTuple):
+    """A gradient that comes as often as `times`.
+
+    group: of its parameter. awaiting: the subgroups that wait for it. alone: the only one, where no more has to be
+        known of the gradient than that it was written; else None.
+    """
+
+    record: ParameterRecord
+    times: int
+    group: Group
+    awaiting: Sequence[Awaiting]
+    alone: Awaiting | None
+
+
+class Expectations:
+    """What backward is expected to write, by what was learned; kept for the next one, because most are alike.
+
+    of: the gradients, by the id of the parameter.
+    """
+
+    def __init__(self, registry: Registry, rule: Rule, groups: Sequence[Group], learned: Learned) -> None:
+        self._made_of = _facts(registry, rule, groups, learned)
+        self._groups, self._parameters = [*groups], [[*group["params"]] for group in groups]
+        self._subgroups = [*registry.on_host, *registry.accelerated]
+        self.of: dict[int, Expected] = {}
+        awaiting = {subgroup: Awaiting(subgroup) for subgroup in self._subgroups}
+        extra = [frozenset(rule.extra(group)) for group in groups]
+        of_parameter = {id(p): each for each in zip(groups, extra, strict=True) for p in each[0]["params"]}
+        for key, times in learned.times.items():
+            record, (group, fields) = registry.records.get(key), of_parameter.get(key, (None, ()))
+            if record is None:
+                continue
+            mine = [awaiting[subgroup] for subgroup, _ in registry.places[record]]
+            for each in mine:
+                each.left += 1
+            if group is not None and key not in learned.late and (not fields or fields <= record.arena.format.names):
+                apart = record.leaf is not record.parameter or record.wrapped or registry.offloaded.enabled
+                alone = mine[0] if len(mine) == 1 and not apart else None  # none has a parameter without elements
+                self.of[key] = Expected(record, times, group, mine, alone)
+        self._counts = [(each, each.left) for each in awaiting.values()]
+
+    def hold(self, registry: Registry, rule: Rule, groups: Sequence[Group], learned: Learned) -> bool:
+        """Return whether new ones would be the same."""
+        return (
+            same(groups, self._groups)
+            and all(same(group["params"], before) for group, before in zip(groups, self._parameters, strict=True))
+            and same([*registry.on_host, *registry.accelerated], self._subgroups)
+            and _facts(registry, rule, groups, learned) == self._made_of
+        )
+
+    def begin(self) -> None:
+        """Begin another backward, which has written nothing yet."""
+        for each, count in self._counts:
+            each.left, each.callers = count, set()
+
+
+def _facts(registry: Registry, rule: Rule, groups: Sequence[Group], learned: Learned) -> tuple[object, ...]:
+    """Return what expectations follow from, beside groups and subgroups."""
+    return registry.records_made, len(registry.records), learned.times, learned.late, [rule.extra(g) for g in groups]
