@@ -113,6 +113,7 @@ NB_MODULE(_adam, module) {
           },
           "place"_a)
       .def("await_begin", &dos::Order::await_begin, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("await_end", &dos::Order::await_end, "place"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stop", &dos::Order::stop)
       .def("close", &dos::Order::close)
       // Returns the start and the end, by time.perf_counter; None if it was stopped before.

@@ -4,6 +4,7 @@
 // until it has run. One thread runs all, so that one team of threads stays warm.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -29,6 +30,8 @@ class Order {
     std::unique_lock<std::mutex> lock(mutex_);
     if (stopped_) return false;
     waiting_[place] = &given;
+    if (due_ > 0 && lasted_ > 0) lead_ = std::max(lead_, now() - due_);
+    due_ = 0;
     change();
     changed_.wait(lock, [&] { return given.ended; });
     if (given.error) std::rethrow_exception(given.error);
@@ -48,8 +51,9 @@ class Order {
       Work& work = *found->second;
       waiting_.erase(found);
       begin();
+      work.times.start = started_ = now();
+      if (watchers_ > 0) change();
       lock.unlock();
-      work.times.start = now();
       try {
         work.call(work.data);
       } catch (...) {
@@ -57,7 +61,8 @@ class Order {
       }
       work.times.end = now();
       lock.lock();
-      if (!work.error) ++next_;
+      lasted_ = work.times.end - work.times.start;
+      if (!work.error) next();
       work.ran = work.ended = true;
       change();
     }
@@ -81,8 +86,31 @@ class Order {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&] { return next_ >= place; });
     if (next_ > place) return;
-    ++next_;
+    next();
     change();
+  }
+
+  // Waits until it is time to hand over what follows this place: a part of its time, and the longest that it took to hand
+  // work over, before it ends if it lasts as long as the last one did; or until it was left. Who decides then what
+  // follows knows what has arrived meanwhile.
+  void await_end(int64_t place) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    due_ = now();
+    ++watchers_;
+    while (lasted_ > 0 && next_ <= place && !stopped_) {
+      const uint64_t seen = changes_;
+      const auto changed = [&] { return changes_ != seen; };
+      if (next_ < place || started_ == 0) {
+        changed_.wait(lock, changed);
+        due_ = now();
+        continue;
+      }
+      const double due = started_ + lasted_ * kAwaited - lead_;
+      if (due <= now()) break;
+      due_ = due;
+      changed_.wait_for(lock, std::chrono::duration<double>(due - now()), changed);
+    }
+    --watchers_;
   }
 
   // Whether `enter` would not wait.
@@ -108,6 +136,8 @@ class Order {
   }
 
  private:
+  static constexpr double kAwaited = 0.9;  // copies beside it let an update end sooner or later than the one before
+
   struct Work {
     void (*call)(const void*);
     const void* data;
@@ -120,6 +150,11 @@ class Order {
     if (begun_) return;
     begun_ = true;
     change();
+  }
+
+  void next() {
+    ++next_;
+    started_ = 0;
   }
 
   void change() {
@@ -146,7 +181,9 @@ class Order {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<int64_t, Work*> waiting_;
-  int64_t next_ = 0;
+  int64_t next_ = 0, watchers_ = 0;
+  double started_ = 0, lasted_ = 0;  // of the work at the next place, if it has begun; of the last work
+  double due_ = 0, lead_ = 0;        // when somebody was to hand over the next work; the longest that it took since
   bool stopped_ = false, closed_ = false, begun_ = false;
   std::atomic<uint64_t> changes_{0};
 };

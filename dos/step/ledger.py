@@ -181,7 +181,7 @@ class Ledger:
         that the device reads. No transit of state may be in flight.
         Returns the step. Raises as `issue`.
         """
-        turns = self._begin(planned) if self._turns is None else self._turns
+        turns = self._begin(planned, late=True) if self._turns is None else self._turns
         with self._failing(turns):
             for each in arriving:
                 each.wait()  # the device cannot wait for the host's thread, which adds gradients up
@@ -215,11 +215,11 @@ class Ledger:
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self, planned: Sequence[int]) -> Turns:
-        """Begin to issue a step. planned: as for `Turns`."""
+    def _begin(self, planned: Sequence[int], *, late: bool = False) -> Turns:
+        """Begin to issue a step. planned, late: as for `Turns`."""
         if self.stores.homes.exposed or self.stores.disk is not None:
             self.stores.homes.begin_step()
-        self._turns, self._lane_done = Turns(planned, self.device.event_query), None
+        self._turns, self._lane_done = Turns(planned, self.device.event_query, late=late), None
         return self._turns
 
     def _begin_lane(self) -> None:

@@ -49,25 +49,28 @@ class Turns:
 
     planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
         of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
+    late: whether a turn is taken just before the update ahead of it ends, because gradients still arrive.
     """
 
-    def __init__(self, planned: Sequence[int], query: int = 0) -> None:
+    def __init__(self, planned: Sequence[int], query: int = 0, *, late: bool = False) -> None:
         """planned: the numbers of all subgroups, as the plan orders them. query: as `Device.event_query`."""
         self.error: BaseException | None = None
         self.whole = self.served = False
-        self.planned = planned
+        self.planned, self.late = planned, late
         self.order = Order()
         self._query = query
         self._arrivals = Arrivals(query)
         self._given: list[Turn] = []
         """All of them, because a thread may still ask events of a turn that another one has taken."""
         self._rank = {number: rank for rank, number in enumerate(planned)}
-        self._noting = Lock()
+        self._noting, self._taking = Lock(), Lock()
+        self._place = -1
+        """Of the turn that was taken last."""
         self._abandoned = False
 
     def again(self) -> Turns:
         """Return turns of the same plan, for a forked child, in which no thread takes those of its parent."""
-        return Turns(self.planned, self._query)
+        return Turns(self.planned, self._query, late=self.late)
 
     def give(self, turn: Turn) -> None:
         """Hand over a turn."""
@@ -111,7 +114,12 @@ class Turns:
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
         try:
-            number, place = self._arrivals.take()
+            with self._taking:  # else a thread that waits for arrivals would choose ahead of another one's choice
+                if self.late and self.served:
+                    self.order.await_end(self._place)
+                number, place = self._arrivals.take()
+                if number >= 0:
+                    self._place = place
         except BaseException as error:
             self._note(error)
             return None  # this thread takes no more

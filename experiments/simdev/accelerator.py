@@ -37,6 +37,7 @@ for _name in ("delete", "serve", "stop", "close"):
     getattr(lib, f"sim_order_{_name}").argtypes = [ctypes.c_void_p]
 lib.sim_order_enter.argtypes = lib.sim_order_leave.argtypes = [ctypes.c_void_p, ctypes.c_long]
 lib.sim_order_await_begin.argtypes = [ctypes.c_void_p, ctypes.c_double]
+lib.sim_order_await_end.argtypes = [ctypes.c_void_p, ctypes.c_long]
 lib.sim_order_update.argtypes = [
     ctypes.c_void_p,
     ctypes.c_long,

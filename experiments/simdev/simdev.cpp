@@ -999,6 +999,7 @@ void sim_order_serve(void* order) {
 void sim_order_enter(void* order, long place) { static_cast<dos::Order*>(order)->enter(place); }
 void sim_order_leave(void* order, long place) { static_cast<dos::Order*>(order)->leave(place); }
 void sim_order_await_begin(void* order, double seconds) { static_cast<dos::Order*>(order)->await_begin(seconds); }
+void sim_order_await_end(void* order, long place) { static_cast<dos::Order*>(order)->await_end(place); }
 void sim_order_stop(void* order) { static_cast<dos::Order*>(order)->stop(); }
 void sim_order_close(void* order) { static_cast<dos::Order*>(order)->close(); }
 // times: of the start and the end. Returns whether it has run.

@@ -121,3 +121,23 @@ def test_what_an_update_raises_is_raised_where_it_was_handed_over() -> None:
         with pytest.raises(ValueError, match="instruction set"):
             give(0, unknown).result(WAIT_S)
         order.enter(0)
+
+
+def test_who_awaits_the_end_of_an_update_waits_for_no_other_one() -> None:
+    first, later = runs(2)
+    with served(3) as (order, give), ThreadPoolExecutor(1) as threads:
+        order.await_end(0)  # nobody knows how long an update lasts
+        assert give(0, prepared(first)).result(WAIT_S)
+        order.await_end(0)
+        awaited = threads.submit(order.await_end, 1)
+        time.sleep(0.02)
+        assert not awaited.done(), "the update has not begun"
+        assert give(1, prepared(later)).result(WAIT_S)
+        awaited.result(WAIT_S)
+        awaited = threads.submit(order.await_end, 2)
+        order.enter(2)
+        order.leave(2)
+        awaited.result(WAIT_S)
+        awaited = threads.submit(order.await_end, 3)
+        order.stop()
+        awaited.result(WAIT_S)

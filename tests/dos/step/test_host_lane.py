@@ -430,3 +430,29 @@ def test_the_caller_does_not_wait_for_a_first_turn_that_cannot_begin(monkeypatch
     monkeypatch.setattr(turns_module, "BEGIN_S", 1e6)
     turns = Turns([0])
     turns.let_begin(turn(0, lambda: lambda: None)._replace(ready=[ThreadJob(Future())]))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_arrives_while_an_update_runs_goes_before_what_was_there(late: bool) -> None:
+    """Where backward still runs; both threads of the lane had waited for a turn."""
+    awaited, ending = list[int](), Event()
+
+    def await_end(place: int) -> None:
+        awaited.append(place)
+        assert place < 0 or ending.wait(WAIT_S)
+
+    turns = Turns(range(3), late=late)
+    turns.order, turns.served = SimpleNamespace(await_end=await_end), True
+    with ThreadPoolExecutor(2) as threads:
+        takers = [threads.submit(turns.take) for _ in range(2)]
+        found = list[int]()
+        for number in (2, 1, 0):
+            turns.give(turn(number, lambda: lambda: None))
+            if number == 1 and late:
+                assert eventually(lambda: 0 in awaited)
+            elif number > 0:
+                assert eventually(lambda number=number: sum(each.done() for each in takers) == 3 - number)
+        ending.set()
+        found = sorted(each.result(WAIT_S)[1].number for each in takers)
+        turns.close()
+    assert found == ([0, 2] if late else [1, 2])
