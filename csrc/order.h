@@ -136,7 +136,7 @@ class Order {
   }
 
  private:
-  static constexpr double kAwaited = 0.9;  // copies beside it let an update end sooner or later than the one before
+  static constexpr double kAwaited = 0.75;  // copies beside it change how long it takes, and threads wake up late
 
   struct Work {
     void (*call)(const void*);
