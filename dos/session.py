@@ -144,6 +144,8 @@ class Session:
             with contextlib.suppress(Exception):  # the error that is raised already came first
                 self.waiting.settle()
             raise
+        if not (whole or self.registry.offloaded.enabled):
+            self.registry.renew_hooks()
         if mode is not None:
             mode.finish(parts.parameters)
         if parts.on_device is not None:
@@ -176,7 +178,10 @@ class Session:
             here = [s for s in registry.on_host if s in updates]
             late = [s for s in here if s.sharded] if here and parts.attachment is not None else []
             behind = {piece.record for subgroup in late for piece in subgroup.pieces} if late else ()
-            updated = [r for r, _ in active.members if r.arena.accelerated or r in behind]
+            if here or active.given is None:
+                updated = [r for r, _ in active.members if r.arena.accelerated or r in behind]
+            else:
+                updated = active.given.steady.records
             self.ledger.pending = dict.fromkeys(updated, frozenset())
             if parts.on_device is not None and prepared is not None:
                 parts.on_device.issue(prepared)

@@ -253,7 +253,7 @@ class Departures:
         """Return whether all gradients of an update are known to be as they were sent, asking all at once."""
         if self._again or self._writes is None or not update.whole:
             return False
-        values, addresses, _, _, _, _, forms = zip(*[given for _, given in update.items], strict=True)
+        values, addresses, *_, forms = update.columns
         return tokens.unchanged(values, addresses, forms, self._writes)
 
     def _sent(self, departure: Departure, items: Sequence[Item]) -> list[tuple[Piece, Transit, _Seen]]:

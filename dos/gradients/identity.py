@@ -118,7 +118,7 @@ class Tokens:
             token.sent = True
 
     def unchanged(
-        self, gradients: Sequence[Tensor], addresses: tuple[int, ...], forms: tuple[object, ...], writes: int
+        self, gradients: Sequence[Tensor], addresses: Sequence[int], forms: Sequence[object], writes: int
     ) -> bool:
         """Return whether each token is known to be `unchanged`; False: ask each.
 

@@ -166,7 +166,8 @@ class Finals:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
-        update = SubgroupUpdate(subgroup, self._inputs, self._settings, offloaded=away, written=False)
+        update = SubgroupUpdate.of(subgroup, self._inputs, self._settings, offloaded=away, written=False)
+        assert update is not None, "it has waited for a gradient"
         with self._guard.change():
             run.issued = True
             records = [piece.record for piece in update.pieces]

@@ -299,7 +299,7 @@ class InBackward:
     def left(self, updates: Mapping[Subgroup, SubgroupUpdate]) -> dict[Subgroup, SubgroupUpdate]:
         """Return these updates without what backward has updated of parameters that lie in several subgroups."""
         found = {subgroup: update.without(self.issued) for subgroup, update in updates.items()}
-        return {subgroup: update for subgroup, update in found.items() if update.items}
+        return {subgroup: update for subgroup, update in found.items() if update.pieces}
 
     def finish(self, parameters: Iterable[Tensor]) -> None:
         """End the iteration, whose step was issued. parameters: of the optimizer."""

@@ -36,7 +36,8 @@ class Preparing:
         No parameter and no value of the state has changed then, or if this raises. scale: unscales gradients.
         """
         parts, registry, on_device = self._assembly, self._registry, self._assembly.on_device
-        registry.renew_hooks()
+        if registry.offloaded.enabled:  # else behind the step's first work
+            registry.renew_hooks()
         registry.place_gradients(parts.groups)
         departed = [] if on_device is None else on_device.departures.marked()
         # Before anything asks whether user code wrote to a tensor: the versions of DTensors do not count such writes.

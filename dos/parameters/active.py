@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,9 +14,9 @@ from dos.parameters.admission import Group
 from dos.parameters.live_state import LiveState
 from dos.parameters.registry import Registry
 from dos.state.record import Form, ParameterRecord, form_of
-from dos.state.subgroup import Subgroup
+from dos.state.subgroup import Piece, Subgroup, taking
 from dos.step.prepare import Prepared
-from dos.step.work import Input, SubgroupUpdate, new_input
+from dos.step.work import Columns, Input, SubgroupUpdate, new_input
 from dos.torch_internals.alike import alike
 from dos.torch_internals.tensors import version_counter
 
@@ -54,12 +54,34 @@ class Ready(NamedTuple):
     on_device: Prepared | None
 
 
+class _Share(NamedTuple):
+    """A subgroup's share of a `Steady` look: which columns of its update last, and which of the members it takes."""
+
+    pieces: Sequence[Piece]
+    take: Callable[[Sequence[Any]], tuple[Any, ...]]
+    settings: Sequence[int]
+    none: Sequence[bool]
+    forms: Sequence[Form]
+
+    def columns(self, given: Given, masters: Sequence[bool] | None) -> Columns:
+        """Return the columns with these gradients. masters: which masters user code has written to; None: none."""
+        written = self.none if masters is None else self.take(masters)
+        return Columns(
+            self.take(given.gradients),
+            self.take(given.addresses),
+            self.settings,
+            self.none,
+            self.none,
+            written,
+            self.forms,
+        )
+
+
 class Steady:
     """The parameters of a look that found all of them settled, so that the next look need not ask one by one.
 
-    members: those that had a gradient. counts: how many of them are in each group; which: the place, among the groups
-        that have any, of each one's group.
-    numbers: of their records. with_masters: the records that have whole masters, by place among the members.
+    members: those that had a gradient. records: theirs. of_groups: one of each group. counts: how many are in each one.
+    with_masters: the records that have whole masters, by place among the members.
     """
 
     def __init__(
@@ -74,28 +96,30 @@ class Steady:
         self._registry, self._groups, self._extras = registry, [*groups], extras
         self._parameters = [[*group["params"]] for group in groups]
         self._records_made = registry.records_made, len(registry.records)
-        self._records = [record for record, _ in members]
-        self._with = [record.parameter for record in self._records]
+        self.records = [record for record, _ in members]
+        self._with = [record.parameter for record in self.records]
         own = set(map(id, self._with))
         self._without = [p for parameters in self._parameters for p in parameters if id(p) not in own]
         gradients = [p.grad for p in self._with if p.grad is not None]
         self.counts = [sum(1 for p in parameters if id(p) in own) for parameters in self._parameters]
         self._forms = [form_of(gradient) for gradient in gradients]
-        for record, form in zip(self._records, self._forms, strict=True):
+        for record, form in zip(self.records, self._forms, strict=True):
             record.form = form  # the same object: comparing it takes no time
         self._are_alike = alike([*self._with, *gradients])
         numbered = {number: place for place, number in enumerate(n for n, count in enumerate(self.counts) if count)}
         of = {id(p): numbered[n] for n, parameters in enumerate(self._parameters) for p in parameters if id(p) in own}
-        self.which = [of[id(p)] for p in self._with]
-        self.numbers = [record.number for record in self._records]
-        self.with_masters = {n: r for n, r in enumerate(self._records) if r.arena.whole_masters}
+        self._which = [of[id(p)] for p in self._with]
+        self.of_groups = [*dict(zip(self._which, members, strict=True)).values()]
+        self._places = {record: place for place, record in enumerate(self.records)}
+        self._shares: dict[Subgroup, _Share | None] = {}
+        self.with_masters = {n: r for n, r in enumerate(self.records) if r.arena.whole_masters}
 
     def given(self, groups: Sequence[Group], extras: list[Any], state: LiveState | None) -> Given | None:
         """Return the gradients of all members, and of no others, if all of them are settled still; None: not known.
 
         state: compared with the records; None: nobody can have changed an entry.
         """
-        registry, records, own = self._registry, self._records, self._with
+        registry, records, own = self._registry, self.records, self._with
         if (registry.records_made, len(registry.records)) != self._records_made or extras != self._extras:
             return None
         if not same(groups, self._groups):
@@ -105,7 +129,9 @@ class Steady:
         gradients = [gradient for p in own if (gradient := p.grad) is not None]
         if len(gradients) != len(own) or [p for p in self._without if p.grad is not None]:
             return None
-        if not self._are_alike(*own, *gradients) or [record for record in records if record.rewritten]:
+        if not self._are_alike(*own, *gradients):
+            return None
+        if registry.may_mark and [record for record in records if record.rewritten]:
             return None
         if [*map(version_counter, own)] != [r.version for r in records]:
             return None
@@ -115,9 +141,23 @@ class Steady:
             return None
         return Given(gradients, [*map(Tensor.data_ptr, gradients)], self._forms, self)
 
+    def share(self, subgroup: Subgroup) -> _Share | None:
+        """Return what a subgroup's update has of this; None if none of its parameters has a gradient."""
+        if subgroup in self._shares:
+            return self._shares[subgroup]
+        pieces = [piece for piece in subgroup.pieces if piece.record in self._places]
+        found = None
+        if pieces:
+            take = taking([self._places[piece.record] for piece in pieces])
+            whole = len(pieces) == len(subgroup.pieces)
+            none = (False,) * len(pieces)
+            found = _Share(subgroup.pieces if whole else pieces, take, take(self._which), none, take(self._forms))
+        self._shares[subgroup] = found
+        return found
+
     def counts_alike(self) -> float | None:
         """Return how many steps all of the members have taken; None: not the same number."""
-        counts = [record.count for record in self._records]
+        counts = [record.count for record in self.records]
         return counts[0] if counts and counts.count(counts[0]) == len(counts) else None
 
     @property
@@ -138,35 +178,30 @@ def updates_of(active: Active, registry: Registry, scales: float | Sequence[floa
     """Return the update of each subgroup that has a gradient. scales: the factor of each gradient, or of all."""
     members, settled, given = active
     count = None if given is None or not isinstance(scales, float) else given.steady.counts_alike()
-    if given is None or count is None or not isinstance(scales, float):
-        settings, gradients = _each_with_its_settings(active, registry, scales)
-    else:
-        settings, gradients = _alike(given, count, registry, scales)
+    if given is not None and count is not None and isinstance(scales, float):
+        return _alike(given, count, registry, scales)
+    settings, gradients = _each_with_its_settings(active, registry, scales)
     updates = {}
-    any_written, complete = settled < len(members), len(members) == registry.records_made
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
         there = registry.offloaded.enabled and subgroup.arena.accelerated
-        update = SubgroupUpdate(subgroup, gradients, settings, offloaded=there, written=any_written, complete=complete)
-        if update.items:
+        update = SubgroupUpdate.of(subgroup, gradients, settings, offloaded=there, written=settled < len(members))
+        if update is not None:
             updates[subgroup] = update
     return updates
 
 
-def _alike(given: Given, count: float, registry: Registry, scale: float) -> tuple[list[Any], list[Input | None]]:
-    """Return the settings of the step, and the inputs by number, where all have taken `count` steps.
-
-    Column by column, because the step's first work waits for this.
-    """
+def _alike(given: Given, count: float, registry: Registry, scale: float) -> dict[Subgroup, SubgroupUpdate]:
+    """Return the updates where all have taken `count` steps, of which the gradients alone are new."""
     steady = given.steady
-    of_each = dict(zip(steady.which, steady.members, strict=True))
-    settings = [record.arena.rule.settings(group, count + 1, scale) for record, group in of_each.values()]
-    never = itertools.repeat(False)
-    masters: Iterable[bool] = steady.masters_written if steady.with_masters else never
-    inputs = zip(given.gradients, given.addresses, steady.which, never, never, masters, given.forms, strict=False)
-    gradients: list[Input | None] = [None] * registry.records_made
-    for number, each in zip(steady.numbers, map(new_input, inputs), strict=True):
-        gradients[number] = each
-    return settings, gradients
+    settings = [record.arena.rule.settings(group, count + 1, scale) for record, group in steady.of_groups]
+    masters = steady.masters_written if steady.with_masters else None
+    updates = {}
+    for subgroup in itertools.chain(registry.on_host, registry.accelerated):
+        share = steady.share(subgroup)
+        if share is not None:
+            columns = share.columns(given, masters)
+            updates[subgroup] = SubgroupUpdate(subgroup, share.pieces, columns, settings, written=False)
+    return updates
 
 
 def _each_with_its_settings(

@@ -233,9 +233,15 @@ class Registry:
 
     def marked(self) -> list[tuple[ParameterRecord, Tensor]]:
         """Return the parameters of which copies are read, or no version counts writes; see `look_at_bits`."""
-        if not self.wrapped and (self.devices.device is None or self.devices.device.queues):
+        if not self.may_mark:
             return []
         return [(record, record.local) for record in self.records.values() if record.bits is not None]
+
+    @property
+    def may_mark(self) -> bool:
+        """Whether there can be parameters that are `marked`."""
+        device = self.devices.device
+        return self.wrapped or (device is not None and not device.queues)
 
     def enrol(self, parameters: Iterable[tuple[Tensor, Group]]) -> None:
         """Allocate the state of parameters, each with its group, that have none yet, and watch their gradients.

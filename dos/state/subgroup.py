@@ -87,8 +87,7 @@ class Subgroup:
     @cached_property
     def inputs_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
         """Takes what each of its pieces has in a list by the numbers of records."""
-        first, *others = [piece.record.number for piece in self.pieces]
-        return operator.itemgetter(first, *others) if others else lambda values: (values[first],)
+        return taking([piece.record.number for piece in self.pieces])
 
     @cached_property
     def sharded(self) -> bool:
@@ -141,6 +140,12 @@ class Subgroup:
     def load(self) -> SubgroupLoad:
         """Return its bytes on every lane."""
         return SubgroupLoad.of(self.numel, self.arena.format)
+
+
+def taking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return what takes the values at these places, at least one, of a list."""
+    first, *others = places
+    return operator.itemgetter(first, *others) if others else lambda values: (values[first],)
 
 
 def rounded(subgroup_size: int) -> int:

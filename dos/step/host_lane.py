@@ -118,7 +118,7 @@ class HostLane:
         if turn.confirm is None:
             return turn.after
         with self._sending:  # here, because `step()` would take longer to hand over all turns
-            return [*turn.after, turn.confirm()]
+            return [turn.confirm()]  # itself behind `after`
 
     def _update(self, turn: Turn, update: HostUpdate | Callable[[], None], turns: Turns, place: int) -> Span:
         if turns.served and isinstance(update, HostUpdate) and update.native and self._device.only_clocks_updates:

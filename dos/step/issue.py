@@ -362,7 +362,7 @@ class Step:
         updates = [self._placed(each) for each in (task, *(task._replace(subgroup=i) for i in task.others))]
         # User code may release gradients as soon as step() has returned: the device keeps their memory until the update
         # has read them.
-        reads = [g.values for each in updates if not each.update.offloaded for _, g in each.update.items]
+        reads = [values for each in updates if not each.update.offloaded for values in each.update.columns.values]
         name = first.arena.format.name
 
         def launch(after: Sequence[Job]) -> Job:

@@ -156,7 +156,7 @@ class UnseenWrites:
         # Pieces without a gradient in this step have to be fetched in their next one, which compares them again.
         subgroup.newest.difference_update(other)
         # Not where user code has written to the master: only if the parameter was written to does that come first.
-        kept = {piece for piece, given in update.items if given.master_written}
+        kept = {*update.masters_written}
         return [piece for piece in copied if piece in other or (piece not in compared and piece not in kept)]
 
     def take_over(self, number: int, update: SubgroupUpdate, after: Sequence[Job]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,10 +46,22 @@ class Input(NamedTuple):
 
 
 new_input: Callable[[tuple[Any, ...]], Input] = partial(tuple.__new__, Input)
-"""Makes an input of all its fields without a call of Python: each step makes one for each parameter."""
+"""Makes an input of all its fields without a call of Python."""
+
+
+class Columns(NamedTuple):
+    """Inputs, field by field: the first step's work waits until all are made."""
+
+    values: Sequence[Tensor]
+    addresses: Sequence[int]
+    settings: Sequence[int]
+    parameter_written: Sequence[bool]
+    fresh: Sequence[bool]
+    master_written: Sequence[bool]
+    forms: Sequence[tuple[Any, ...] | None]
+
 
 _NOTHING = torch.empty(0, device="cpu")
-_NO_GRADIENT = Input(_NOTHING, 0, 0, False)
 
 Item = tuple[Piece, Input]
 """A piece that is updated, with its input."""
@@ -56,7 +70,7 @@ Item = tuple[Piece, Input]
 class SubgroupUpdate:
     """The update of one subgroup in one step.
 
-    items: its pieces that have a gradient. whole: whether these are all pieces.
+    pieces: its pieces that have a gradient, with the `columns` of their inputs. whole: whether these are all pieces.
     numel: parameters updated. settings: the different settings of the step.
     offloaded: whether the gradients are on the host, although the parameters are not.
     place: has its state, gradients and parameters on the host; None: a window that the step will give it.
@@ -68,17 +82,14 @@ class SubgroupUpdate:
     def __init__(
         self,
         subgroup: Subgroup,
-        gradients: Sequence[Input | None],
+        pieces: Sequence[Piece],
+        columns: Columns,
         settings: Sequence[Any],
         *,
-        offloaded: bool,
+        offloaded: bool = False,
         written: bool = True,
-        complete: bool = False,
     ) -> None:
-        """gradients: by number of the record; None: no gradient. written: whether any may be `parameter_written`.
-
-        complete: whether all have a gradient.
-        """
+        """pieces: at least one. columns: of these. written: whether any may be `parameter_written`."""
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
@@ -87,35 +98,59 @@ class SubgroupUpdate:
         self.weights: Tensor | None = None
         self.from_disk = False
         self.arriving: Sequence[Job] = ()
-        given = zip(subgroup.pieces, subgroup.inputs_of(gradients), strict=True)
-        self.items: list[Item] = [*given] if complete else [each for each in given if each[1] is not None]
         self._any_written = written
-        self.whole = len(self.items) == len(subgroup.pieces)
-        self.numel = subgroup.numel if self.whole else sum(piece.numel for piece, _ in self.items)
-        if self.items and self.items[0][0].parameter_start:  # only the first piece begins within its parameter
-            piece, gradient = self.items[0]
-            start = piece.parameter_start * gradient.values.itemsize
-            self.items[0] = piece, gradient._replace(address=gradient.address + start)
+        self.pieces = pieces
+        start = pieces[0].parameter_start  # only the first piece begins within its parameter
+        if start:
+            first, *others = columns.addresses
+            columns = columns._replace(addresses=(first + start * columns.values[0].itemsize, *others))
+        self.columns = columns
+        self.whole = len(pieces) == len(subgroup.pieces)
+        self.numel = subgroup.numel if self.whole else sum([piece.numel for piece in pieces])
+
+    @classmethod
+    def of(
+        cls, subgroup: Subgroup, gradients: Sequence[Input | None], settings: Sequence[Any], **others: bool
+    ) -> SubgroupUpdate | None:
+        """Return the update of a subgroup; None if it has no gradient. others: as above.
+
+        gradients: by number of the record; None: no gradient.
+        """
+        given = subgroup.inputs_of(gradients)
+        if None not in given:
+            return cls(subgroup, subgroup.pieces, Columns._make(zip(*given, strict=True)), settings, **others)
+        found = [(piece, each) for piece, each in zip(subgroup.pieces, given, strict=True) if each is not None]
+        if not found:
+            return None
+        pieces, inputs = zip(*found, strict=True)
+        return cls(subgroup, pieces, Columns._make(zip(*inputs, strict=True)), settings, **others)
+
+    @property
+    def items(self) -> list[Item]:
+        """The pieces with their inputs. Made anew, because who keeps them keeps the gradients' memory."""
+        return [*zip(self.pieces, map(new_input, zip(*self.columns, strict=True)), strict=True)]
 
     def without(self, pieces: Collection[Piece]) -> SubgroupUpdate:
-        """Leave these pieces out, which were updated before; return this update."""
-        if pieces and any(piece in pieces for piece, _ in self.items):
-            self.items = [(piece, given) for piece, given in self.items if piece not in pieces]
+        """Leave these pieces out, which were updated before; return this update, of which nothing may be left."""
+        kept = [piece not in pieces for piece in self.pieces] if pieces else [True]
+        if not all(kept):
+            self.pieces = [*itertools.compress(self.pieces, kept)]
+            self.columns = Columns._make(tuple(itertools.compress(column, kept)) for column in self.columns)
             self.whole = False
-            self.numel = sum(piece.numel for piece, _ in self.items)
+            self.numel = sum([piece.numel for piece in self.pieces])
         return self
 
     @property
-    def pieces(self) -> Sequence[Piece]:
-        """The pieces that are updated."""
-        return self.subgroup.pieces if self.whole else [piece for piece, _ in self.items]
+    def masters_written(self) -> Sequence[Piece]:
+        """The pieces to whose whole masters user code wrote since our last step."""
+        return [*itertools.compress(self.pieces, self.columns.master_written)]
 
     @property
     def written_pieces(self) -> list[Piece]:
         """The pieces to whose parameters user code wrote since our last step."""
         if not self._any_written:
             return []
-        return [piece for piece, gradient in self.items if gradient.parameter_written]
+        return [*itertools.compress(self.pieces, self.columns.parameter_written)]
 
     @property
     def copied_pieces(self) -> list[Piece]:
@@ -123,13 +158,15 @@ class SubgroupUpdate:
         arena = self.subgroup.arena
         if arena.streams or (arena.reads_parameters and self.from_disk):
             return []
-        older = [piece for piece, given in self.items if not (given.parameter_written or given.fresh)]
+        _, _, _, written, fresh, _, _ = self.columns
+        newer = map(operator.or_, written, fresh)
+        older = [piece for piece, new in zip(self.pieces, newer, strict=True) if not new]
         return [piece for piece in older if piece in self.subgroup.newest] if arena.reads_parameters else older
 
     def release(self) -> None:
         """Release gradients on the device. Later work reads none there."""
         if not self.offloaded:
-            self.items = [(piece, new_input((_NOTHING, *gradient[1:]))) for piece, gradient in self.items]
+            self.columns = self.columns._replace(values=(_NOTHING,) * len(self.pieces))
 
     @property
     def at_home(self) -> bool:
@@ -189,7 +226,7 @@ class SubgroupUpdate:
         # Behind the space of the gradients in their widest dtype: an update reads both at once.
         room = buffer[subgroup.offloaded_gradient_bytes :][: home.nbytes].view(home.dtype)
         self.weights = room
-        return [(home[piece.run], room[piece.run]) for piece, _ in self.items]
+        return [(home[piece.run], room[piece.run]) for piece in self.pieces]
 
     def uploads(self) -> list[Copy]:
         """Return the copies of the new parameters to the device; none where their home is the host."""
@@ -197,7 +234,7 @@ class SubgroupUpdate:
             return []
         kept = self.subgroup.uploads
         if not (self.whole and self.at_home):
-            return [(_of_parameter(p), self._staged(p)) for p, _ in self.items]
+            return [(_of_parameter(p), self._staged(p)) for p in self.pieces]
         if not kept:
             kept += [(_of_parameter(p), self._staged(p)) for p in self.subgroup.pieces]
         return kept
@@ -312,7 +349,7 @@ class SubgroupUpdate:
     def _take_written(self, batch: Batch) -> None:
         """Let whole masters take over what user code has written to parameters that the update itself writes."""
         if self.subgroup.arena.whole_masters:
-            kept = {piece for piece, given in self.items if given.master_written}
+            kept = {*self.masters_written}
             batch.take_written([piece not in kept for piece in self.subgroup.pieces] if kept else None)
 
     def _point(self, batch: Batch, first: int = 0, itemsize: int = 0, dtype: torch.dtype | None = None) -> None:
@@ -321,16 +358,19 @@ class SubgroupUpdate:
         first: the address of gradients in the order of the pieces, each element of `itemsize` bytes; 0: each gradient
         is at its own address. dtype: of all; None: their own.
         """
-        items = self.items
-        if not self.whole:
-            given = dict(items)
-            items = [(piece, given.get(piece, _NO_GRADIENT)) for piece in self.subgroup.pieces]
+        values, addresses, settings, *_ = self.columns
+        dtypes = [each.dtype for each in values] if dtype is None else [dtype] * len(values)
         if first:
-            addresses = [first + itemsize * piece.start if gradient.address else 0 for piece, gradient in items]
-        else:
-            addresses = [gradient.address for _, gradient in items]
-        batch.point(addresses, [gradient.values.dtype if dtype is None else dtype for _, gradient in items])
-        batch.choose(self.settings, [gradient.setting for _, gradient in items] if len(self.settings) > 1 else None)
+            runs = zip(addresses, self.pieces, strict=True)
+            addresses = [first + itemsize * piece.start if address else 0 for address, piece in runs]
+        if not self.whole:
+            given = {piece: place for place, piece in enumerate(self.pieces)}
+            places = [given.get(piece) for piece in self.subgroup.pieces]
+            addresses = [0 if place is None else addresses[place] for place in places]
+            dtypes = [_NOTHING.dtype if place is None else dtypes[place] for place in places]
+            settings = [0 if place is None else settings[place] for place in places]
+        batch.point(addresses, dtypes)
+        batch.choose(self.settings, settings if len(self.settings) > 1 else None)
 
     def _batch(self, place: str, state: State, parameters: Tensor | None) -> Batch:
         """Return the update of all pieces in one place. parameters: theirs, if a slot has these, too."""
@@ -450,9 +490,10 @@ class Subject(NamedTuple):
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
         items = update.items if update.offloaded else self.late
-        gradient_bytes = sum([piece.numel * gradient.values.itemsize for piece, gradient in items])
+        gradient_bytes = sum([piece.numel * each.values.itemsize for piece, each in items]) if items else 0
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
-        copied = update.numel if len(stale) == len(update.items) else sum([p.numel for p in stale])
+        part = stale and len(stale) < len(update.pieces)
+        copied = sum([p.numel for p in stale]) if part else update.numel if stale else 0
         if update.from_disk and not (self.subgroup.arena.reads_parameters or self.subgroup.arena.streams):
             copied += sum([piece.numel for piece in update.written_pieces])  # whole masters follow them on the host
         return SubgroupState(

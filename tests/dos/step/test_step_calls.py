@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -15,11 +16,14 @@ import torch
 from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
+from dos.devices import coalesce
+from dos.parameters import active
 from dos.state.subgroup import Piece
+from dos.step import work
 from dos.step.turns import Turns
 from dos.step.unseen import UnseenWrites
 from dos.step.work import SubgroupUpdate
-from tests.support.fake_cuda import FakeCudaDevice, install
+from tests.support.fake_cuda import FakeCudaDevice, FakeStream, install
 from tests.support.training import FAST
 
 pytestmark = pytest.mark.usefixtures("samples_as_asked")
@@ -40,7 +44,7 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+def calls(parameters: int, device: Any, attached: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
 
     With those of C. The last steps look at all parameters at once; the fewest count, because threads that wait call
@@ -48,6 +52,8 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
+    if attached:
+        optimizer.attach(model)
     found, give = 0, Turns.give
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -75,12 +81,32 @@ def calls(parameters: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     return least
 
 
-@pytest.mark.parametrize(("queues", "most"), [(True, 8), (False, 20)])
-def test_calls_before_the_first_work_of_a_step(queues: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize(("queues", "most"), [(True, 8), (False, 19)])
+def test_calls_before_the_first_work_of_a_step(
+    queues: bool, most: int, attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three for each parameter, the others for its subgroup; bits are compared where the device does not queue."""
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
-    few, many = (calls(parameters, device, monkeypatch) for parameters in (FEW, MANY))
+    few, many = (calls(parameters, device, attached, monkeypatch) for parameters in (FEW, MANY))
     assert (many - few) / (MANY - FEW) <= most
+
+
+def test_a_step_makes_no_input_of_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is like the last one, the columns of the last look have all but the gradients."""
+    model = nn.ParameterList(torch.randn(SIZE) for _ in range(FEW))
+    device = FakeCudaDevice(install(monkeypatch, seed=None))
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
+    made, new_input = list[Any](), work.new_input
+    for module in (work, active):
+        monkeypatch.setattr(module, "new_input", lambda fields: made.append(fields) or new_input(fields))
+    for step in range(6):
+        sum(p.square().sum() for p in model).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        assert step < 4 or not made
+        made.clear()
 
 
 OF_MODEL = 24
@@ -137,6 +163,53 @@ def test_calls_for_a_gradient_on_all_threads(
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
     few, many = (calls_for_gradients(count * OF_MODEL, updates, device) for count in (4, 12))
     assert (many - few) / (8 * OF_MODEL) <= most
+
+
+def runtime_calls(subgroups: int, updates: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The fewest jobs on the device, waits on its queues and copies in an iteration."""
+    found = Counter[str]()
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            found[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+    device = FakeCudaDevice(install(monkeypatch, seed=None))
+    for owner, name in ((FakeCudaDevice, "_queue"), (FakeStream, "wait_event"), (coalesce, "queue_copies")):
+        counted(owner, name)
+    model = nn.ParameterList(torch.randn(SIZE) for _ in range(subgroups * EACH))
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
+    optimizer.attach(model, updates=updates)
+    iterations = list[Counter[str]]()
+    for _ in range(7):
+        loss = sum(p.square().sum() for p in model)
+        optimizer.synchronize()
+        found.clear()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        iterations.append(Counter(found))
+    return Counter({name: min(each[name] for each in iterations[4:]) for name in found})
+
+
+@pytest.mark.parametrize(
+    ("updates", "most"),
+    [
+        ("step", {"_queue": 3, "wait_event": 4, "queue_copies": 2}),
+        ("backward", {"_queue": 2, "wait_event": 3, "queue_copies": 2}),
+    ],
+)
+def test_calls_of_the_runtime_for_a_subgroup(
+    updates: str, most: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients to the host and parameters back, each in one call; in `step()` their bits are compared once more."""
+    found = runtime_calls(12, updates, monkeypatch)
+    assert all(found[name] <= 12 * count for name, count in most.items()), found
 
 
 def test_the_first_update_waits_for_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
