@@ -30,6 +30,8 @@ PROPOSED = 4
 """Divisions of memory of which a plan is simulated, those that are best by the closed form."""
 STRIDES = (1, 2, 3, 4)
 """Of every k-th subgroup that is not resident, which are looked at besides."""
+RATIOS = (0.1, 0.25, 0.5)
+"""Shares of subgroups on the CPU that are looked at besides where all fit."""
 FEW = 12
 """Subgroups up to which all numbers of them on the CPU are looked at: the closed form is about many."""
 FIRST_STEP = 2
@@ -262,8 +264,10 @@ class Answers:
             if most and len(division.blocks) == most:  # such policies keep the weights of all blocks that have room
                 found.setdefault((division.streams, division.slots, most), division)
         for division in dict.fromkeys(found.values()):
-            others = len(self.workload.subgroups) - len(division.residents)
-            for on_cpu in sorted({others, *(others - -(-others // k) for k in STRIDES)}):
+            n = len(self.workload.subgroups)
+            others = n - len(division.residents)
+            ratios = (round(n * ratio) for ratio in RATIOS if not others)
+            for on_cpu in sorted({others, *(others - -(-others // k) for k in STRIDES), *ratios}):
                 if self._range(division)[0] <= on_cpu <= self._range(division)[1]:
                     yield Choice(float(self._proposed[division][on_cpu]), division, on_cpu)
 
