@@ -64,8 +64,8 @@ CERTAIN = ("ample", "none")
 """Scripts in which no fixed policy runs: all stays on the device, or all on the CPU."""
 NOISE = 0.02
 """Times that differ by less are equal."""
-MOST_OVER_BOUND = 1.17
-"""Times the bound that an adaptive iteration may take."""
+MOST_OVER_BOUND, ANY_OVER_BOUND = 1.17, 1.2
+"""Times the bound that an adaptive iteration may take where memory leaks or is noisy, and in other scripts."""
 A_THIRD = 1 / 3
 SPEEDUP = 1.5
 """Over everything on the CPU, expected where a third of the state fits."""
@@ -80,13 +80,14 @@ SHOWN = (
 def limits(row: dict[str, Any]) -> list[Limit]:
     """Limits of a script's row, by what is wrong if they are missed."""
     script, adaptive_s, cpu_only_s = (row[key] for key in ("script", "adaptive_s", "cpu_only_s"))
+    over = MOST_OVER_BOUND if script in ("leak", "noise") else ANY_OVER_BOUND
     other_traffic = not row["same_traffic"] or abs(adaptive_s / cpu_only_s - 1) > NOISE
     most = [
         ("capacity exceeded", row["capacity_exceeded"], 0),
         ("errors", row["errors"], 0),
         ("other bits than on the CPU alone", not row["bits_equal"], 0),
         ("slower than the best fixed", adaptive_s, (1 + NOISE) * (row["best_fixed_s"] or math.inf)),
-        (f"more than {MOST_OVER_BOUND} times the bound", adaptive_s, MOST_OVER_BOUND * row["bound_s"]),
+        (f"more than {over} times the bound", adaptive_s, over * row["bound_s"]),
     ]
     if row["fits_share"] >= A_THIRD:
         most.append((f"less than {SPEEDUP} times as fast as the CPU alone", adaptive_s, cpu_only_s / SPEEDUP))
