@@ -57,7 +57,7 @@ class Expected(NamedTuple):
 
 
 class Expectations:
-    """What backward is expected to write, by what was learned; kept for the next one, because most are alike.
+    """Gradients that backward is expected to write, by what was learned; kept for the next one: most are alike.
 
     of: the gradients, by the id of the parameter.
     """
