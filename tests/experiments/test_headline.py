@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.check.headline import JOBS, LARGE, MEDIUM, STREAMING, main, median_of, predicted, ways
+from experiments.check.headline import main, median_of
+from experiments.check.training_ways import predicted
+from experiments.check.ways import JOBS, LARGE, MEDIUM, STREAMING, ways
 from experiments.simdev.build import UnavailableError, library
 
 
