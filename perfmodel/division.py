@@ -30,7 +30,7 @@ class Division:
 
     slots: for subgroups that are streamed, and for the offloaded gradients of residents.
     activation_bytes: of saved tensors that move.
-    residents: the subgroups whose state has room to stay, larger ones first unless all fit.
+    residents: the subgroups whose state has room to stay: larger ones first, unless all fit or backward updates.
     blocks: whose weights stay.
     streams: whether state passes through the slots; else they have room for offloaded gradients alone.
     """
@@ -95,7 +95,10 @@ def fits(workload: Workload) -> bool:
 def divisions(workload: Workload) -> list[Division]:
     """Return the divisions that are worth a look, at least one, those first by which fewer saved tensors move."""
     loads = workload.subgroups
-    larger_first = sorted(range(len(loads)), key=lambda i: -loads[i].state_bytes)
+    # Where backward updates, leading ones stay, of what sizes they are: their gradients come last, and the GPU needs
+    # less time then than the CPU.
+    sizes = [0 if workload.in_backward else -load.state_bytes for load in loads]
+    larger_first = sorted(range(len(loads)), key=sizes.__getitem__)
     taken = list(accumulate(loads[i].state_bytes for i in larger_first))
     amounts = _amounts(workload, taken)
     if fits(workload):
@@ -120,7 +123,7 @@ def divisions(workload: Workload) -> list[Division]:
                     continue
                 if blocks not in first:  # others move their weights when they are updated on the device
                     moving = workload.streaming(blocks)
-                    first[blocks] = sorted(larger_first, key=lambda i: (-loads[i].state_bytes, i in moving))
+                    first[blocks] = sorted(larger_first, key=lambda i: (sizes[i], i in moving))
                 residents = _fitting(workload, first[blocks], taken, left)
                 found[Division(count, activation_bytes, residents, blocks, streams)] = None
     slots = _passing_slots(workload, 0)

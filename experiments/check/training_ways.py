@@ -17,7 +17,7 @@ from experiments.check.contenders import Broken, Contender, Own, Trains
 from experiments.check.contest import Clock, iterate
 from experiments.check.models import SETTINGS, Batch, Job, emulated_device, prepare
 from experiments.check.streaming import GPU_BYTES, taken
-from experiments.check.ways import DEFAULT, JOBS, TINY, Way, ways
+from experiments.check.ways import BACKWARD, DEFAULT, JOBS, TINY, Way, ways
 from perfmodel.format import CODED, SPLIT
 from perfmodel.planner.machine import Machine, find_machine
 from perfmodel.planner.outcome import adaptive_outcome
@@ -118,7 +118,7 @@ def predicted(
 
     known: the machine; None for this GPU's.
     """
-    if way != DEFAULT and not way.streams:
+    if way not in (DEFAULT, BACKWARD) and not way.streams:
         return None
     try:
         known = known or find_machine(torch.cuda.get_device_name(), None)
@@ -143,6 +143,7 @@ def question_of(job: Job, micro_batches: int, way: Way, known: Machine, slice_by
         micro_batches=micro_batches,
         accumulation=micro_batches > 1,
         weights="auto" if way.streams else "stay",
+        updates=(way.attach or {}).get("updates", "step"),
         offload_gradients=way.streams,
         state_format=way.options.get("state_format"),
         flops_rate=rate,

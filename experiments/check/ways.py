@@ -59,6 +59,7 @@ def others(*kinds: Kind) -> list[Way]:
 
 
 IN_BACKWARD, STREAM = {"updates": "backward"}, {"weights": "auto"}
+BACKWARD = Way("DOSAdam, updates in backward", attach=IN_BACKWARD)
 OFFLOADS = {"offload_gradients": True}
 CPU, INT8, CLIPS = {"policy": "cpu"}, {"state_format": "int8"}, {"max_grad_norm": 1.0}
 
@@ -77,7 +78,7 @@ def ways(model: str) -> list[Way]:
         ours = [
             DEFAULT,
             Way("DOSAdam, clipping", CLIPS),
-            Way("DOSAdam, updates in backward", attach=IN_BACKWARD),
+            BACKWARD,
         ]
         return [*others(ceiling), *ours, *others(plain, *PEERS, FSDP2, *BEST)]
     ours = [

@@ -30,7 +30,9 @@ def assumptions(situation: Situation) -> Iterator[str]:
             f"weights that stream are on the GPU while their layer computes, {WEIGHT_WINDOW} layers at a time; "
             "embedding and output layer stay"
         )
-    if question.attach:
+    if question.in_backward:
+        yield 'updates begin in backward, so that nothing clips: optimizer.attach(model, updates="backward")'
+    elif question.attach:
         yield "updates continue during the next forward: optimizer.attach(model)"
     if question.state_format == INT8:
         yield "moments in 8 bits: other results than AdamW's (docs/formats.md)"

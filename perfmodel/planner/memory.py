@@ -111,7 +111,7 @@ class DeviceBytes:
 def device_footprint(question: Question) -> DeviceBytes:
     """Memory that the model and its compute take on one rank's device.
 
-    Gradients that are offloaded are on the device one block at a time.
+    Gradients that are offloaded, or that backward uses and releases, are on the device one block at a time.
     FSDP2 prefetches: two blocks are gathered, and beside a block's gradients are those that the one
     before it has yet to reduce. Embedding and output layer belong to its root, which is gathered
     from forward to the end of backward; both are counted. Parameters on the host take nothing else.
@@ -120,7 +120,7 @@ def device_footprint(question: Question) -> DeviceBytes:
     model, values, tokens = question.model, question.value_bytes, question.tokens
     one_block = math.ceil(model.numel / model.layers) * values
     gradients_of_one = math.ceil(question.trained / model.layers) * values
-    whole = question.offload_gradients * gradients_of_one
+    whole = 0 if question.keeps_gradients else gradients_of_one
     gathered = 0
     if question.fsdp:
         root = 2 * model.vocabulary * model.width * values
@@ -129,7 +129,7 @@ def device_footprint(question: Question) -> DeviceBytes:
     streaming = max(0, model.layers - WEIGHT_WINDOW) * model.block_numel * question.streams
     return DeviceBytes(
         weights=0 if on_host else (question.share(model.numel) - streaming) * values,
-        gradients=0 if on_host or question.offload_gradients else question.share(question.trained) * values,
+        gradients=question.share(question.trained) * values if question.keeps_gradients and not on_host else 0,
         activations=tokens * (model.layers * _kept_bytes(question) + model.outer_bytes(values)),
         block=tokens * _block_bytes(question) + whole,
         reserved=question.reserved,

@@ -69,7 +69,7 @@ def adaptive_outcome(situation: Situation) -> Outcome:
     work = dataclasses.replace(
         beside,
         forward_s=beside.forward_s if scope.forward is Phase.OVERLAPPED else 0.0,
-        backward_s=beside.backward_s if scope.backward is Phase.OVERLAPPED else 0.0,
+        backward_s=0.0 if scope.backward is Phase.SERIAL else beside.backward_s,
     )
     # The forward and backward that DOSAdam measures have collectives in them, beside which less is worth while.
     plans = dict.fromkeys([adaptive(work, situation.profile), resident(work)])

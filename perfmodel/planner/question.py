@@ -71,6 +71,12 @@ class Question:
     chosen_size: int = _count(0, "parameters (as DOSAdam chooses)", name="--subgroup-size", write=format_count)
     reserved: int = _size(DEFAULT_RESERVED, "GPU memory for CUDA and fragmentation (assumed: 1GiB)")
     attach: bool = option(True, "step() waits for its updates")
+    updates: str = option(
+        "step",
+        "when subgroups are updated: by step(), or, without clipping, as backward makes their gradients: "
+        "attach(updates=...)",
+        choices=("step", "backward"),
+    )
     flops_rate: float = math.inf
     flops_source: str = ""
     offload_gradients: bool = option(False, "DOSAdam(offload_gradients=True)")
@@ -133,6 +139,13 @@ class Question:
                 f"{self.weights} {'with --no-attach' if self.offload_gradients else 'without --offload-gradients'}; "
                 f"{'leave that out' if self.offload_gradients else 'add it'}"
             )
+        others = {"--ranks": self.ranks > 1, "--fsdp": self.fsdp, "--dtype fp16": self.scales_loss}
+        against = [name for name, found in {**others, "--no-attach": not self.attach}.items() if found]
+        if self.in_backward and against:
+            raise ValueError(
+                "--updates backward is for an attached model on one GPU without FSDP2 and GradScaler, found it with "
+                f"{' and '.join(against)}; leave one of them out"
+            )
         if self.disk_bytes is not None and self.host_bytes is None:
             raise ValueError(
                 "what is on disk is what does not fit on the host, found --disk without --host; add it, such as 128GB"
@@ -174,6 +187,16 @@ class Question:
     def scales_loss(self) -> bool:
         """Whether training needs GradScaler, which needs gradients on the device."""
         return self.dtype == "fp16"
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward updates."""
+        return self.updates == "backward"
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients of all parameters are on the device at the end of backward."""
+        return not (self.offload_gradients or (self.in_backward and not self.accumulation))
 
     @property
     def streams(self) -> bool:

@@ -85,9 +85,10 @@ class Situation:
         self.compute_s = sum(self.job.compute_s) * question.micro_batches
         # With several ranks gradients are reduced after the hooks that would copy them to the host early;
         # FSDP2 hands each layer's over when its reduce-scatter has ended.
-        early = question.fsdp or question.ranks == 1
+        backward = Phase.OVERLAPPED if question.fsdp or question.ranks == 1 else Phase.SERIAL
         self.scope = Scope(
-            Phase.OVERLAPPED if early else Phase.SERIAL, Phase.OVERLAPPED if question.attach else Phase.SERIAL
+            Phase.UPDATED if question.in_backward else backward,
+            Phase.OVERLAPPED if question.attach else Phase.SERIAL,
         )
 
     @property
@@ -133,6 +134,7 @@ class Situation:
             activations=self.saved,
             activation_least_bytes=self.least_offloaded,
             activation_host_bytes=self._most_offloaded,
+            in_backward=question.in_backward,
         )
 
     @functools.cached_property

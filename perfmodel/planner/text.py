@@ -148,6 +148,7 @@ def _code(asked: Question) -> str:
     parts = {
         f"weights={0 if asked.weights == 'stream' else quoted(asked.weights)}": asked.streams,
         f"activations={quoted(share)}": share,
+        'updates="backward"': asked.in_backward,
     }
     made = ", ".join(["...", *(text for text, wanted in settings.items() if wanted)])
     attached = ", ".join(["model", *(text for text, wanted in parts.items() if wanted)])

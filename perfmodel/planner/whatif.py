@@ -130,13 +130,16 @@ def _settings(question: Question) -> Iterator[dict[str, Any]]:
     smaller = question.subgroup_size // 4
     if smaller and math.ceil(question.state_numel / smaller) <= MAX_SUBGROUPS:
         yield {"chosen_size": smaller}
-    if not question.streams:
+    if not question.streams and not question.in_backward:
         yield {"attach": False}
+    alone = question.ranks == 1 and not question.fsdp and not question.scales_loss
+    if alone and question.attach:
+        yield {"updates": "backward"}
     if question.ranks > 1:
         yield {"fsdp": True}
     yield from ({"checkpointing": True}, {"fused_loss": True}, {"offload_parameters": False})
     if not question.offload_parameters:
-        if question.ranks == 1 and not question.fsdp and not question.scales_loss:
+        if alone:
             yield STREAM
         yield AUTO
         if question.checkpointing:

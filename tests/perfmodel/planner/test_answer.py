@@ -69,6 +69,9 @@ def test_memory_is_added_up() -> None:
     assert work.peak_free_bytes % work.slot_bytes == 0
     assert 0 <= situation.room - work.peak_free_bytes < work.slot_bytes
     assert work.shared_free_bytes == work.peak_free_bytes, "slots live on into the next forward"
+    released = question(batch=2, accumulation=False, updates="backward")
+    assert Situation(released).device.gradients == 0, "backward uses them one block after the other"
+    assert Situation(released.replace(accumulation=True)).device == device, "those of earlier micro-batches stay"
     apart = Situation(question(batch=32, attach=False)).update_workload
     assert apart.shared_free_bytes > apart.peak_free_bytes, "the update has the memory of activations"
 

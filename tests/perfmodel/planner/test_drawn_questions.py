@@ -70,3 +70,16 @@ def test_adaptive_is_never_behind_and_nothing_is_below_the_bound(line: str) -> N
     assert best.seconds <= 1.01 * min(each.seconds for each in (*fitting, best))
     bound = lower_bound(situation.update_workload, situation.profile).seconds
     assert bound <= (1 + 1e-6) * min(each.update_s or 0.0 for each in (*fitting, best))
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=() if i < QUICK else pytest.mark.slow) for i in range(DRAWN)])
+def test_where_backward_updates_adaptive_is_not_behind(seed: int) -> None:
+    """But for what it gives for all state on the GPU, where that is about as good."""
+    try:
+        question, _ = asked(*drawn(seed).split())
+        question = question.replace(updates="backward")
+    except ValueError:  # such as several ranks
+        return
+    *others, best = outcomes(Situation(question))
+    if best.fits:
+        assert best.seconds <= 1.05 * min(each.seconds for each in others if each.fits)
