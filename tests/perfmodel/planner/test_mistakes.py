@@ -88,7 +88,7 @@ org/no-model --gpu 24GB > no file 'org/no-model', and no configuration of a mode
 --params 8e9 --machine rtx-4090 --weights auto --offload-gradients --ranks 2 > for one GPU without FSDP2
 --params 8e9 --machine rtx-4090 --weights auto --fsdp --offload-parameters > --fsdp --offload-parameters
 --params 7e9 --machine h100 --updates backward --ranks 2 > found it with --ranks; leave one of them out
---params 7e9 --machine h100 --updates backward --dtype fp16 --no-attach > found it with --dtype fp16 and --no-attach; leave
+--params 7e9 --machine h100 --updates backward --dtype fp16 --no-attach > found it with --dtype fp16 and --no-attach
 --params 7e9 --machine h100 --disk 2TB > found --disk without --host; add it, such as 128GB
 --params 7e9 --machine h100 --disk-read 3GB > of disks that state is on; add --disk, such as 2TB
 --params 7e9 --machine h100 --disk 2TB --host 64GB --disk-read 7e9 > argument --disk-read: expected a bandwidth per
