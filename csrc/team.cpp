@@ -91,10 +91,10 @@ class Team {
         stay_awake(kBetweenLoops, [&] { return loop_.load(std::memory_order_acquire) != seen; });
         lock.lock();
       }
-      started_.wait(lock, [&] { return stopping_ || loop_ != seen; });
+      // Not awake between loops of fewer threads: it would disturb those for which they leave the core.
+      started_.wait(lock, [&] { return stopping_ || (loop_ != seen && index < count_); });
       if (stopping_) return;
       seen = loop_;
-      if (index >= count_) continue;
       const Share share = share_;
       const void* const data = work_;
       const int count = count_;

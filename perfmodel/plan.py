@@ -58,6 +58,7 @@ class Plan:
     activation_bytes: of saved tensors that move to the host, those saved first.
     on_disk: the subgroups whose state rests on disk; it passes through the host on its way to and from the update.
     blocks_on_device: the blocks whose weights stay on the device; those of all others come for each use of them.
+    threads: of updates on the CPU; 0: as many as the CPU lane takes by itself.
 
     Raises ValueError when the parts do not fit together.
     """
@@ -68,6 +69,7 @@ class Plan:
     activation_bytes: int = 0
     on_disk: frozenset[int] = frozenset()
     blocks_on_device: frozenset[int] = frozenset()
+    threads: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.placements)
@@ -76,7 +78,7 @@ class Plan:
                 f"plan order must name each of the {n} subgroups once, found {len(self.order)} entries "
                 f"({len(set(self.order))} distinct); use tuple(range({n})) for the natural order"
             )
-        for name in ("slots", "activation_bytes"):
+        for name in ("slots", "activation_bytes", "threads"):
             if getattr(self, name) < 0:
                 raise ValueError(f"plan {name} must be 0 or more, found {getattr(self, name)}")
         there = [i for i in self.on_disk if not 0 <= i < n or self.placements[i].stays is not Tier.HOST]
@@ -112,9 +114,11 @@ class Plan:
         moved = f"; {self.activation_bytes / 2**20:.1f} MiB of saved tensors move to the host"
         weights = f"; weights of {len(self.blocks_on_device)} blocks stay on the device"
         slots = f"{self.slots} slot{'' if self.slots == 1 else 's'}"
+        threads = f"; {self.threads} CPU thread{'' if self.threads == 1 else 's'}"
         return (
             f"{len(self)} subgroups: {', '.join(parts) or 'none'}; {slots}; {self._runs()}"
             f"{moved if self.activation_bytes else ''}{weights if self.blocks_on_device else ''}"
+            f"{threads if self.threads and counts[Placement.CPU] else ''}"
         )
 
     def _runs(self) -> str:

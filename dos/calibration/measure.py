@@ -20,7 +20,7 @@ from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplai
 from dos.calibration.rounds import Effort, Exchange, Figure, Link, Rounds
 from dos.devices import Device
 from dos.machine.profiles import BUSY, NOT_MEASURED, ROUGH
-from dos.machine.threads import kernel_threads
+from dos.machine.threads import lane_threads
 from perfmodel.format import BLOCK, MIXED
 from perfmodel.hardware import RATES, SPEEDS, WEIGHTS, HardwareProfile, Provenance, ThreadRates
 
@@ -135,11 +135,12 @@ def name_of(device: Device | None) -> str:
 def measure_minimum(device: Device | None) -> HardwareProfile:
     """Measure a rough profile in under 2 s, for a first step on a machine that was never calibrated.
 
-    It is of this rank with its present number of threads; the memory of the measurement is released. Updates are not
-    measured in each format of the state. Without enough device memory, or without a device, only the host is measured.
+    It is of this rank with as many threads as the CPU lane takes by itself; the memory of the measurement is released.
+    Updates are not measured in each format of the state. Without enough device memory, or without a device, only the
+    host is measured.
     """
     note = f"{ROUGH}; `python -m dos.calibrate` does better"
-    threads = [kernel_threads()]
+    threads = [lane_threads()]
     try:
         found = measure(device, MINIMUM, threads)
     except torch.OutOfMemoryError:

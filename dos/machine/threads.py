@@ -31,7 +31,8 @@ class Cores(NamedTuple):
     threads: int
 
 
-_bound = threading.local()  # .threads: on the cores that this thread is bound to; .leaves_cores: whether it does
+_bound = threading.local()
+"""Of this thread: .threads, on the cores that it is bound to; .leaves_cores, whether it does; .planned, by a plan."""
 _wanted = 0
 
 
@@ -46,14 +47,40 @@ def set_kernel_threads(count: int) -> None:
     _wanted = count
 
 
+def use_threads(count: int) -> None:
+    """Use `count` threads in kernels that this thread calls from now on, as a plan says; 0: no plan says it."""
+    _bound.planned = count
+
+
+def lane_threads(*, chosen: bool = False) -> int:
+    """Return the number of threads of the CPU lane's kernels where no plan says one.
+
+    chosen: only if the user has chosen it, so that it holds whatever a plan says; else 0.
+    """
+    if chosen and not (_wanted or _chosen_by_omp()):
+        return 0
+    threads = kernel_threads()
+    return threads if _chosen_by_omp() and not _wanted else min(threads, most_beside(_share_of_process()))
+
+
+def _chosen_by_omp() -> bool:
+    """Return whether OMP_NUM_THREADS is set, and not by a launcher."""
+    omp = os.environ.get("OMP_NUM_THREADS")
+    return omp is not None and not (omp == "1" and "LOCAL_WORLD_SIZE" in os.environ)
+
+
 def kernel_threads() -> int:
     """Return the number of threads that a kernel uses if this thread calls it.
 
-    It is the number set by `set_kernel_threads`, else `torch.get_num_threads()`, but at most this rank's share of the
-    cores. OMP_NUM_THREADS=1 from a launcher is ignored, because kernels that wait for memory need more than one thread.
+    It is the number of `set_kernel_threads`, else of OMP_NUM_THREADS, else of `use_threads`, else
+    `torch.get_num_threads()`, but at most this rank's share of the cores. OMP_NUM_THREADS=1 from a launcher is ignored,
+    because kernels that wait for memory need more than one thread.
     """
     if _wanted:
         return _limited(min(_wanted, len(usable_cores())))
+    planned = getattr(_bound, "planned", 0)
+    if planned and not _chosen_by_omp():
+        return _limited(min(planned, len(usable_cores())))
     threads = torch.get_num_threads()
     share = getattr(_bound, "threads", 0)
     if "LOCAL_WORLD_SIZE" in os.environ:

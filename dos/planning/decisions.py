@@ -18,7 +18,7 @@ from dos.calibration.measure import measure_minimum, name_of
 from dos.devices import Device
 from dos.machine.profiles import resolve_profile
 from dos.machine.terminal import tell
-from dos.machine.threads import set_kernel_threads
+from dos.machine.threads import lane_threads
 from dos.planning.monitor import Budget, MemoryMonitor
 from dos.planning.policies import AdaptivePolicy, Policy, plan_of
 from dos.planning.report import Report, why_changed
@@ -117,6 +117,8 @@ class Decisions:
         self._asked = deque[tuple[Workload, Plan]](maxlen=2)
         """The last workloads, of a step and with less memory, with the policy's plans."""
         self._profile = profile
+        self._threads: int | None = None
+        """Of plans whose policy says none; None: not looked for."""
         self._held, self._host, self._pool = held, host, pool
         self.ended: Report | None = None
         self._learned = 0
@@ -129,8 +131,8 @@ class Decisions:
 
     def decide(self, facts: Facts, now: Iteration) -> Plan:
         """Return the plan of this iteration. Raises ValueError or TypeError if the policy returns no plan."""
-        if self._adaptive is not None and self._adaptive.profile is None:
-            self._adaptive.profile = self._find_profile()
+        if self._threads is None:
+            self._find_rates()
         now.workload, now.withheld = facts.workload, self.memory.withheld
         return decide(facts, self._ask)
 
@@ -143,6 +145,8 @@ class Decisions:
             if before is workload or (self._adaptive is None and before == workload):
                 return plan
         plan = plan_of(self._policy, workload)
+        if self._threads and not plan.threads:
+            plan = dataclasses.replace(plan, threads=self._threads)
         self._asked.append((workload, plan))
         return plan
 
@@ -205,16 +209,30 @@ class Decisions:
             late_in_backward_s=self.pace.late_in_backward_s,
         )
 
-    def _find_profile(self) -> HardwareProfile:
-        """Return the user's profile, the one measured on this machine, or a rough measurement now."""
+    def _find_rates(self) -> None:
+        """Find the profile of an adaptive policy, and the number of threads with which its rates were measured.
+
+        A fixed policy uses as many as are best by the machine's profile, if it has one.
+        """
+        found = None if self._adaptive is None else self._adaptive.profile
         known = self._device.known_profile
+        if found is None:
+            found = self._find_profile(known)
+        if self._adaptive is not None:
+            self._adaptive.profile = found
+        # An emulated device is as fast as it is with any number of threads.
+        self._threads = 0 if known is not None or found is None else lane_threads(chosen=True) or found.cpu_threads
+
+    def _find_profile(self, known: HardwareProfile | None) -> HardwareProfile | None:
+        """Return the user's profile, the one measured on this machine, or for an adaptive policy a rough one.
+
+        known: the device's own.
+        """
         if self._profile is None and known is not None:
             return known
         with torch.no_grad():
-            found = resolve_profile(self._profile, name_of(self._device)) or measure_minimum(self._device)
-        if known is None:
-            set_kernel_threads(found.cpu_threads)  # its rate of updates was measured with this number
-        return found
+            found = resolve_profile(self._profile, name_of(self._device))
+            return measure_minimum(self._device) if found is None and self._adaptive is not None else found
 
 
 def decide(facts: Facts, policy: Policy) -> Plan:

@@ -14,7 +14,7 @@ import torch
 from dos.devices import Device, Job
 from dos.devices.base import HostJob
 from dos.guard import Guard, submit
-from dos.machine.threads import leave_cores
+from dos.machine.threads import leave_cores, use_threads
 from dos.state.subgroup import Subgroup
 from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.unseen import UnseenWrites
@@ -88,6 +88,7 @@ class HostLane:
                 turns.abandon()
 
     def _take(self, turns: Turns) -> None:
+        use_threads(turns.threads)
         while (found := turns.take()) is not None:
             place, turn = found
             try:

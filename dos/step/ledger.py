@@ -144,7 +144,7 @@ class Ledger:
         subjects, before: by index. workload: the one for which the plan was made. iteration: of the step.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
-        turns = self._begin(plan.order)
+        turns = self._begin(plan)
         with self._failing(turns):
             self._follow_parameters(plan, subjects, before)
             adopted = self.transits.adopt(plan, subjects)
@@ -168,7 +168,7 @@ class Ledger:
         self,
         schedule: Schedule,
         subjects: Mapping[int, Subject],
-        planned: Sequence[int],
+        plan: Plan,
         iteration: Iteration,
         callers: Collection[Caller],
         behind: Sequence[Job],
@@ -176,12 +176,12 @@ class Ledger:
     ) -> Step:
         """Issue a part of a step while backward runs, whose memory is reserved. `close` or `settle` ends the step.
 
-        subjects: of the schedule, by index. planned: as for `Turns`. callers: the queues in which backward wrote their
+        subjects: of the schedule, by index. callers: the queues in which backward wrote their
         gradients. behind: jobs that use the slots of this part, and must end before. arriving: gradients on the host
         that the device reads. No transit of state may be in flight.
         Returns the step. Raises as `issue`.
         """
-        turns = self._begin(planned, late=True) if self._turns is None else self._turns
+        turns = self._begin(plan, late=True) if self._turns is None else self._turns
         with self._failing(turns):
             for each in arriving:
                 each.wait()  # the device cannot wait for the host's thread, which adds gradients up
@@ -215,11 +215,12 @@ class Ledger:
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self, planned: Sequence[int], *, late: bool = False) -> Turns:
-        """Begin to issue a step. planned, late: as for `Turns`."""
+    def _begin(self, plan: Plan, *, late: bool = False) -> Turns:
+        """Begin to issue a step. late: as for `Turns`."""
         if self.stores.homes.exposed or self.stores.disk is not None:
             self.stores.homes.begin_step()
-        self._turns, self._lane_done = Turns(planned, self.device.event_query, late=late), None
+        self._turns = Turns(plan.order, self.device.event_query, late=late, threads=plan.threads)
+        self._lane_done = None
         return self._turns
 
     def _begin_lane(self) -> None:

@@ -211,4 +211,4 @@ class Parts:
         arenas = (each.update.subgroup.arena for each in part)
         reading = [arena.reading for arena in arenas if arena.streams and arena.reading is not None]
         behind = [*behind, *reading]
-        return self._ledger.issue_part(schedule, subjects, self.plan.order, self._now, callers, behind, arriving)
+        return self._ledger.issue_part(schedule, subjects, self.plan, self._now, callers, behind, arriving)

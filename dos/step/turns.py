@@ -50,13 +50,14 @@ class Turns:
     planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
         of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
     late: whether a turn is taken just before the update ahead of it ends, because gradients still arrive.
+    threads: of updates; see `Plan.threads`.
     """
 
-    def __init__(self, planned: Sequence[int], query: int = 0, *, late: bool = False) -> None:
+    def __init__(self, planned: Sequence[int], query: int = 0, *, late: bool = False, threads: int = 0) -> None:
         """planned: the numbers of all subgroups, as the plan orders them. query: as `Device.event_query`."""
         self.error: BaseException | None = None
         self.whole = self.served = False
-        self.planned, self.late = planned, late
+        self.planned, self.late, self.threads = planned, late, threads
         self.order = Order()
         self._query = query
         self._arrivals = Arrivals(query)
@@ -70,7 +71,7 @@ class Turns:
 
     def again(self) -> Turns:
         """Return turns of the same plan, for a forked child, in which no thread takes those of its parent."""
-        return Turns(self.planned, self._query, late=self.late)
+        return Turns(self.planned, self._query, late=self.late, threads=self.threads)
 
     def give(self, turn: Turn) -> None:
         """Hand over a turn."""

@@ -14,7 +14,7 @@ from dos.devices import Device
 from dos.devices.cuda import CudaDevice
 from dos.machine.process import usable_cores
 from dos.machine.profiles import machine_name
-from dos.machine.threads import most_beside, set_kernel_threads
+from dos.machine.threads import most_beside
 from experiments.check.base import Bench, Size
 from experiments.check.models import prepare
 from experiments.harness import Limit
@@ -56,16 +56,10 @@ def run(bench: Bench) -> None:
 
 
 def measured_profile(out: Path, torch_device: torch.device) -> HardwareProfile:
-    """The profile of this run's calibration; a quick one now if that has failed.
-
-    From here on this process's kernels use as many threads as it was measured with. An optimizer that finds its profile
-    itself does so, too; one that is given a policy with a profile does not.
-    """
+    """The profile of this run's calibration; a quick one now if that has failed."""
     try:
-        found = HardwareProfile.load(out / FILE)
+        return HardwareProfile.load(out / FILE)
     except (OSError, ValueError):
         device = CudaDevice(torch_device)
         measured = measure(device, QUICK, thread_counts(most_beside(len(usable_cores()))))
-        found = measured.profile(base_profile(device), machine_name(name_of(device)))
-    set_kernel_threads(found.cpu_threads)
-    return found
+        return measured.profile(base_profile(device), machine_name(name_of(device)))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from dos import EmulatedDevice
-from dos.machine.threads import kernel_threads
 from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
 from experiments.check.base import Bench, Size
@@ -115,7 +114,6 @@ class Field:
             model=dataclasses.asdict(job.config),
             parameters=job.numel,
             batch=job.batch,
-            kernel_threads=kernel_threads(),
             profile=profile.to_json(),
             peers={peer.name: peer.precision for peer in peers},
         )

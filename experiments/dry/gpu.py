@@ -72,6 +72,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
         threads: {
             "usable_cores": lambda: frozenset(range(CORES)),
             "physical_cores": lambda cpus, *_: len(cpus),
+            "torch": types.SimpleNamespace(get_num_threads=lambda: CORES),
         },
         GpuBatch: {"prepare": _device_kernel(machine)},
         offload: {"_add": _addition(machine)},
@@ -83,7 +84,6 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     for owner, names in exchanged.items():
         for name, value in names.items():
             setattr(owner, name, value)
-    threads.set_kernel_threads(machine.profile.cpu_threads)
 
 
 class _Mmap:

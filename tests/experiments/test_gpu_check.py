@@ -18,8 +18,6 @@ import torch
 from rich.console import Console
 
 from dos import EmulatedDevice
-from dos.machine.process import usable_cores
-from dos.machine.threads import kernel_threads, set_kernel_threads
 from dos.planning.policies import AdaptivePolicy, resolve_policy
 from dos.planning.reading import Source
 from experiments.check import calibration, suite
@@ -30,6 +28,7 @@ from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, show
 from experiments.harness import Limit
+from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
 from tests.support.clock import eventually
 from tests.support.neighbour import CHUNK, Neighbour
@@ -263,21 +262,12 @@ def test_contenders_of_their_own_find_no_state_on_the_device() -> None:
         assert emulated.usage().held == 0
 
 
-def test_kernels_use_as_many_threads_as_were_calibrated(tmp_path: Path) -> None:
-    """Contests give the optimizer a policy that has its profile, so it never sets the threads itself."""
+def test_an_emulated_machine_is_calibrated_as_it_is(tmp_path: Path) -> None:
     calibration.run(bench(tmp_path))
     (target,) = written(tmp_path)["targets"]
     assert target["name"].startswith("calibration against what is emulated")
-    set_kernel_threads(0)  # calibration leaves its own number
-    before = kernel_threads()
-    try:
-        for threads in (1, 2):
-            dataclasses.replace(FAST, cpu_threads=threads).save(tmp_path / calibration.FILE)
-            assert calibration.measured_profile(tmp_path, torch.device("cpu")).cpu_threads == threads
-            assert kernel_threads() == min(threads, len(usable_cores()))
-    finally:
-        set_kernel_threads(0)
-    assert kernel_threads() == before
+    found = calibration.measured_profile(tmp_path, torch.device("cpu"))
+    assert found == HardwareProfile.load(tmp_path / calibration.FILE)
 
 
 def test_jobs_know_their_parameters_and_are_cut_to_what_fits(tmp_path: Path) -> None:

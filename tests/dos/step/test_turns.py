@@ -183,8 +183,8 @@ def simulated(optimizer: DOSAdam, profile: HardwareProfile, orders: list[tuple[l
     """
 
     class Simulated(Turns):
-        def __init__(self, planned: Sequence[int], query: int = 0, *, late: bool = False) -> None:
-            super().__init__(planned, query, late=late)
+        def __init__(self, planned: Sequence[int], query: int = 0, **options: Any) -> None:
+            super().__init__(planned, query, **options)
             self.starts, self.ends = list[tuple[float, int]](), list[float]()
             self.coming, self.closed = list[tuple[float, Future[Span]]](), threading.Event()
             self.real: dict[int, Turn] = {}

@@ -1,0 +1,99 @@
+"""The number of threads with which the CPU lane updates, on a device of 16 cores made of fakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dos import DOSAdam
+from dos.kernels import update
+from dos.machine import threads
+from dos.planning.policies import AdaptivePolicy, Policy
+from perfmodel import Plan, Workload
+from perfmodel.policies import cpu_only
+from tests.support.fake_cuda import FakeCudaDevice, Runtime
+from tests.support.training import FAST, bits, bits_on_host, mlp, train
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "usable_cores", lambda: frozenset(range(16)))
+    monkeypatch.setattr(threads, "_share_of_process", lambda: 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(16)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The numbers of threads of updates on the host."""
+    found, count = set[int](), update._threads
+
+    def noted(wanted: int) -> int:
+        chosen = count(wanted)
+        if threading.current_thread().name.startswith("dos-cpu"):
+            found.add(chosen)
+        return chosen
+
+    monkeypatch.setattr(update, "_threads", noted)
+    return found
+
+
+def trained(runtime: Runtime, policy: str | float | Policy, *, updates: str = "step", **options: object) -> DOSAdam:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=policy, device=FakeCudaDevice(runtime), subgroup_size=300, **options)
+    optimizer.attach(model, updates=updates)
+    train(model, optimizer, 3)
+    optimizer.synchronize()
+    assert bits(model.parameters()) == bits_on_host(steps=3)
+    return optimizer
+
+
+@pytest.mark.parametrize("policy", ["cpu", 0.5, "stride:2"])
+@pytest.mark.parametrize("updates", ["step", "backward"])
+def test_a_fixed_policy_uses_the_threads_of_the_profile(
+    policy: str | float, updates: str, runtime: Runtime, used: set[int]
+) -> None:
+    optimizer = trained(runtime, policy, updates=updates, profile=FAST.replace(cpu_threads=5))
+    assert used == {5}
+    assert optimizer.plan().threads == 5
+    assert "5 CPU threads" in optimizer.explain()
+
+
+def test_without_a_profile_cores_are_left_to_others(runtime: Runtime, used: set[int]) -> None:
+    assert trained(runtime, "cpu").plan().threads == 0
+    assert used == {12}
+
+
+@pytest.mark.parametrize("policy", ["cpu", "adaptive"])
+def test_the_user_s_number_holds(
+    policy: str, runtime: Runtime, used: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "14")
+    torch.set_num_threads(14)
+    plan = trained(runtime, policy, profile=FAST.replace(cpu_threads=5), memory_budget=0).plan()
+    assert (used, plan.threads) == ({14}, 14)
+
+
+class Numbered(AdaptivePolicy):
+    """Updates all on the CPU, with another number of threads by each plan."""
+
+    def __init__(self) -> None:
+        super().__init__(FAST)
+        self.numbers = itertools.count(2)
+
+    def __call__(self, workload: Workload) -> Plan:
+        return dataclasses.replace(cpu_only(workload), threads=next(self.numbers))
+
+
+def test_each_plan_has_its_own_number(runtime: Runtime, used: set[int]) -> None:
+    optimizer = trained(runtime, Numbered())
+    assert len(used) > 1
+    assert optimizer.plan().threads == max(used)
