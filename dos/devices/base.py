@@ -226,7 +226,10 @@ class Device(Protocol):
         """Return the bytes that this process has reserved, used or not."""
 
     def trim(self) -> None:
-        """Return reserved memory that is not used to the system. May wait for the device."""
+        """Return reserved memory that is not used to the system. May wait for all work on the device.
+
+        Until then no call of the runtime returns, in any thread.
+        """
 
     def join(self, job: Job) -> None:
         """Order the work that the caller queues from now on behind `job`. Raises the exception of the job."""

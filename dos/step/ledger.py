@@ -29,6 +29,9 @@ from perfmodel.plan import Tier
 from perfmodel.schedule import schedule_step
 from perfmodel.tasks import Schedule, SubgroupState
 
+SHORT = 1 / 4
+"""The share of free device memory below which other processes may need what the allocator caches."""
+
 
 class Ledger:
     """The one owner of two questions about a session: where is state, and what is in flight?
@@ -477,7 +480,13 @@ class Ledger:
                 self._turns, self._lane_done = self._turns.again(), None
 
     def trim(self) -> None:
-        """Return the memory of state that has moved off the device to other processes. Blocks, so never in a hook."""
+        """Return the memory of state that has moved off the device to other processes, if little else is free.
+
+        Blocks until the device is idle, and so does every thread that queues work meanwhile: never call it in a hook,
+        nor beside a step.
+        """
         if self.trims:
-            self.trims = False
-            self.device.trim()
+            free, total = self.device.memory()
+            if free < SHORT * total:
+                self.trims = False
+                self.device.trim()

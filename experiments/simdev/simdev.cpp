@@ -38,6 +38,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <shared_mutex>
 #include <thread>
 
 namespace {
@@ -69,6 +70,7 @@ struct Dry {
   Clock::time_point start = Clock::now();
   std::mutex mutex;
   std::condition_variable changed;
+  std::shared_mutex freeing;  // by who gives memory back, for which other threads' calls wait
   std::atomic<int> updating{0};
   std::vector<std::pair<double, double>> updates;  // on the CPU: from when to when
   double looked = timed::NEVER;  // when the next work ends, as who waits has found it last
@@ -116,7 +118,9 @@ std::unique_ptr<Dry> dry;
 struct Call {
   double seconds, begin;
   explicit Call(double Dry::*cost) : Call(dry ? dry.get()->*cost : 0) {}
-  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {}
+  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {
+    if (dry) std::shared_lock<std::shared_mutex> held(dry->freeing);
+  }
   ~Call() {
     if (!dry) return;
     for (double last = begin, now; seconds > 0; last = now) {
@@ -1056,7 +1060,11 @@ void sim_launch(void (*run)(long), long number) {
   queue(current_stream).put("launch", [=] { run(number); });
 }
 long sim_shadow() { return shadow_base - protected_base; }
-void sim_empty_cache() { allocator().emptyCache({0, 0}); }
+void sim_empty_cache() {
+  std::unique_lock<std::shared_mutex> held;
+  if (dry) held = std::unique_lock<std::shared_mutex>(dry->freeing);  // as an H200 did until the device was idle
+  allocator().emptyCache({0, 0});
+}
 void sim_sync_debug(int on) { forbid_sync = on; }
 void sim_delays(double probability, int most_us) { config.probability = probability, config.most_us = most_us; }
 void sim_capacity(size_t bytes) {
