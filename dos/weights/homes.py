@@ -22,7 +22,7 @@ from dos.torch_internals.tensors import share_gradient_hooks
 from dos.weights.block import Block, OnDevice, take_replaced
 from dos.weights.blocks import Amount, Member, check_streamable, find_blocks, members_of, spread, staying
 from dos.weights.host_room import check_host_room
-from dos.weights.stream import WeightStream, stream_of
+from dos.weights.stream import WeightStream, streams_with
 from perfmodel.workload import BlockLoad, Workload
 
 Group = dict[str, Any]
@@ -62,18 +62,18 @@ class WeightHomes:
         check_streamable(model, [p for group in groups for p in group["params"]])
         found = find_blocks(model, modules)
         group_of = {id(p): group for group in groups for p in group["params"]}
-        before = stream_of(model)
+        before = streams_with(parameters_of(model))
         members = {module: mine for module, mine in zip(found, members_of(model, found), strict=True) if mine}
         self._check(members.values(), group_of)
         self._check_state(model, [[m.parameter for m in mine] for mine in members.values()])
-        if before is not None:
-            before.take_replaced()  # one by one below: the memory of one may be the home of another
+        for each in before:
+            each.take_replaced()  # one by one below: the memory of one may be the home of another
         stays = spread(len(members), staying(self.amount, len(members)))
         streams = [mine for number, mine in enumerate(members.values()) if number not in stays]
         self._enrol(members.values(), streams, groups)
-        # Hooks of the former stream would set copies that no transfer fills any more. All checks come before this.
-        if before is not None:
-            before.detach()
+        # Hooks of a former stream would set copies that no transfer fills any more. All checks come before this.
+        for each in before:
+            each.detach()
         self._move_rest(model, {id(m.parameter) for each in members.values() for m in each})
         for key in self._frozen.keys() - {self._frozen_of(mine)[1] for mine in members.values()}:
             del self._frozen[key]  # the parameters have it until they move

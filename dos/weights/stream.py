@@ -257,3 +257,10 @@ def _forget_interrupted() -> None:
 def stream_of(model: nn.Module) -> WeightStream | None:
     """Return the stream of this model's weights; None if they do not stream."""
     return _of_model.get(model)
+
+
+def streams_with(parameters: Iterable[Tensor]) -> list[WeightStream]:
+    """Return the streams that have any of these among their blocks' weights, of a model or of one within or around."""
+    known = set(map(id, parameters))
+    every = list(_of_model.values())
+    return [s for s in every if any(id(m.parameter) in known for block in s.blocks for m in block.members)]

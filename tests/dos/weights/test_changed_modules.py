@@ -165,6 +165,42 @@ def test_a_weight_that_has_another_place_in_its_block_is_read_and_followed_by_at
     assert_close_ulp(*ends, 256)
 
 
+class Around(nn.Module):
+    """As PEFT puts around a model, and takes away when adapters are merged."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize(("first", "then"), [(0, 1), (1, 0), (1, 2)], ids=["around", "within", "beside"])
+@pytest.mark.parametrize(("weights", "frozen", "anew"), crossed([0, 2, "auto"], [(False, False), (True, True)]))
+def test_the_blocks_of_another_model_stream_for_the_one_that_is_attached_last(
+    first: int, then: int, weights: Any, frozen: bool, anew: bool
+) -> None:
+    ends = []
+    for ours in (True, False):
+        model = Blocks()
+        models = [model, Around(model), Around(model)]
+        model.blocks.requires_grad_(not frozen)
+        make: Any = streaming if ours else lambda model: torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = make(model)
+        for number, chosen in enumerate((models[first], models[then])):
+            if ours:
+                optimizer.attach(chosen, weights=weights)
+            steps(chosen, optimizer, 3 * number, 3)
+            optimizer.zero_grad()
+            if anew and not number:
+                optimizer = make(model.requires_grad_())
+        if ours:
+            optimizer.synchronize()
+        ends.append([p.detach() for p in model.parameters()])
+    assert_close_ulp(*ends, 256)
+
+
 def test_modules_around_a_weight_change_nothing() -> None:
     ends = []
     for ours in (True, False):
