@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dos.devices import Caller
+from dos.in_backward.look import Look
 from dos.parameters.active import same
 from dos.parameters.admission import Group
 from dos.parameters.registry import Registry
@@ -34,25 +35,28 @@ class Awaiting:
     """A subgroup that waits for gradients.
 
     left: how many have yet to come. callers: the queues in which backward wrote the others.
+    look: the last one that found all of them as the next one may; None: none has.
     """
 
-    __slots__ = ("callers", "left", "subgroup")
+    __slots__ = ("callers", "left", "look", "subgroup")
 
     def __init__(self, subgroup: Subgroup) -> None:
         self.subgroup, self.left, self.callers = subgroup, 0, set[Caller]()
+        self.look: Look | None = None
 
 
 class Expected(NamedTuple):
     """A gradient that comes as often as `times`.
 
-    group: of its parameter. awaiting: the subgroups that wait for it. alone: the only one, where no more has to be
-        known of the gradient than that it was written; else None.
+    group: of its parameter. awaiting: the subgroups that wait for it. plain: whether it stays in `p.grad` meanwhile.
+    alone: the only subgroup, where no more has to be known of the gradient than that it was written; else None.
     """
 
     record: ParameterRecord
     times: int
     group: Group
     awaiting: Sequence[Awaiting]
+    plain: bool
     alone: Awaiting | None
 
 
@@ -80,7 +84,7 @@ class Expectations:
             if group is not None and key not in learned.late and (not fields or fields <= record.arena.format.names):
                 apart = record.leaf is not record.parameter or record.wrapped or registry.offloaded.enabled
                 alone = mine[0] if len(mine) == 1 and not apart else None  # none has a parameter without elements
-                self.of[key] = Expected(record, times, group, mine, alone)
+                self.of[key] = Expected(record, times, group, mine, not apart, alone)
         self._counts = [(each, each.left) for each in awaiting.values()]
 
     def hold(self, registry: Registry, rule: Rule, groups: Sequence[Group], learned: Learned) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dos.devices import ThreadJob
 from dos.guard import Guard
 from dos.in_backward.expected import NOTHING, Awaiting, Expected, Learned
+from dos.in_backward.look import Look
 from dos.in_backward.refusals import AGAIN, SET
 from dos.in_backward.runs import Run
 from dos.parameters.admission import Group
@@ -20,7 +21,8 @@ from dos.rules.base import Rule
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece
 from dos.step.parts import Parts
-from dos.step.work import Input, Placed, SubgroupUpdate, new_input, prepare_updates
+from dos.step.work import Columns, Input, Placed, SubgroupUpdate, new_input, prepare_updates
+from dos.torch_internals.modes import without_gradients
 from dos.weights.parts import will_write
 
 
@@ -133,40 +135,53 @@ class Finals:
             return None
         if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
             return None
-        group = self._expected[id(record.parameter)].group
-        before, count, setting = self._setting
-        if group is not before or count != record.count:  # most often all parameters have the same
-            setting = self._known.setdefault((id(group), record.count), len(self._settings))
-            self._setting = group, record.count, setting
-            if setting == len(self._settings):
-                self._settings.append(self._rule.settings(group, record.count + 1, 1.0))
+        setting = self._setting_of(self._expected[id(record.parameter)].group, record.count)
         own = record.arena.whole_masters and record.master_written
         found = self._inputs[record.number] = new_input(
             (gradient, gradient.data_ptr(), setting, False, False, own, None)
         )
         return found
 
-    @torch.no_grad()
+    def _setting_of(self, group: Group, count: float) -> int:
+        """Return the index of a group's settings in a step behind `count` others."""
+        before, known, setting = self._setting
+        if group is not before or count != known:  # most often all parameters have the same
+            setting = self._known.setdefault((id(group), count), len(self._settings))
+            self._setting = group, count, setting
+            if setting == len(self._settings):
+                self._settings.append(self._rule.settings(group, count + 1, 1.0))
+        return setting
+
+    def _columns(self, awaiting: Awaiting) -> Columns | None:
+        """Return all gradients of a subgroup as an update takes them, asked at once; None: look at each."""
+        look, state = awaiting.look, self._reconciler.state if self._reconciler.seen else None
+        found = None if look is None else look.take(self._given, state)
+        if look is None or found is None:
+            return None
+        setting, written = self._setting_of(look.group, look.records[0].count), look.masters_written()
+        for place in look.shared:  # whose version another subgroup's update may have raised
+            each = self._input(look.records[place], found.gradients[place])
+            if each is None or each.setting != setting:
+                return None
+            written[place] = each.master_written
+        return look.columns(found, setting, written)
+
+    @without_gradients
     def _update(self, run: Run, awaiting: Awaiting) -> None:
         """Update a subgroup if it is as the last step has left it and there is memory for that; else `step()` does."""
         subgroup, parts, tier = awaiting.subgroup, self.parts, None
         away = self._offloads and subgroup.arena.accelerated
-        given = self._given
-        for piece in subgroup.pieces:
-            record, gradient = piece.record, given[piece.record.number]
-            if gradient is None:
-                continue
-            if not (away or record.wrapped or record.leaf.grad is gradient):  # user code replaced it while it waited
-                if record in self.updated:
-                    raise RuntimeError(SET.format(tuple(record.parameter.shape)))
-                return
-            if self._input(record, gradient) is None:
-                return
+        columns = self._columns(awaiting)
+        if columns is None and not self._look_at_each(awaiting, away=away):
+            return
         if subgroup.arena.accelerated:
             tier = None if parts is None else parts.reserve(subgroup)
             if tier is None:
                 return
-        update = SubgroupUpdate.of(subgroup, self._inputs, self._settings, offloaded=away, written=False)
+        if columns is None:
+            update = SubgroupUpdate.of(subgroup, self._inputs, self._settings, offloaded=away, written=False)
+        else:
+            update = SubgroupUpdate(subgroup, subgroup.pieces, columns, self._settings, written=False)
         assert update is not None, "it has waited for a gradient"
         with self._guard.change():
             run.issued = True
@@ -184,11 +199,39 @@ class Finals:
                 self._registry.written(records)
             self.issued.update(update.pieces)
             self.updated.update(records)
-            for record in records:
+            shared = records
+            if columns is not None and awaiting.look is not None:
+                shared = [records[place] for place in awaiting.look.shared]
+                self._completed_alone(awaiting.look)
+            for record in shared:
                 places = len(self._registry.places[record])
                 left = self._left[record] = self._left.get(record, places) - 1 if places > 1 else 0
                 if not left:
                     self._completed(record)
+
+    def _look_at_each(self, awaiting: Awaiting, *, away: bool) -> bool:
+        """Look at the gradients and parameters of a subgroup one by one; return whether it can be updated."""
+        given, pieces = self._given, awaiting.subgroup.pieces
+        for piece in pieces:
+            record, gradient = piece.record, given[piece.record.number]
+            if gradient is None:
+                continue
+            if not (away or record.wrapped or record.leaf.grad is gradient):  # user code replaced it while it waited
+                if record in self.updated:
+                    raise RuntimeError(SET.format(tuple(record.parameter.shape)))
+                return False
+            if self._input(record, gradient) is None:
+                return False
+        expected = [self._expected.get(id(piece.record.parameter)) for piece in pieces]
+        awaiting.look = None if away else Look.of(awaiting.subgroup, expected, given)
+        return True
+
+    def _completed_alone(self, look: Look) -> None:
+        """Release the gradients of a subgroup that lie in no other one, as `_completed`."""
+        given = self._given
+        self.complete += look.complete
+        for parameter, number in look.alone:
+            parameter.grad = given[number] = None
 
     def _completed(self, record: ParameterRecord) -> None:
         """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
