@@ -237,6 +237,9 @@ class Device(Protocol):
     def caller(self) -> Caller:
         """Return the queue in which the caller works now: backward has one for each stream of the forward."""
 
+    caller_number: Callable[[], int]
+    """Returns a number that no other `caller` has, of all that live; each gradient asks, so not a method of Python."""
+
     def fence(self, callers: Collection[Caller] = ()) -> Sequence[Job]:
         """Return jobs for the work that the caller has queued on the device so far, such as the backward pass.
 

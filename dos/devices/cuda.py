@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -64,7 +64,7 @@ class CudaDevice:
         self.torch_device = torch.device(TYPE, torch.cuda.current_device() if device.index is None else device.index)
         self._index: int = self.torch_device.index
         self._streams, self._idle_stream = _streams_of(self.torch_device)
-        self._stream_number = find_stream_number()
+        self.caller_number: Callable[[], int] = partial(find_stream_number(), self._index)
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The caller's streams by number."""
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
@@ -226,7 +226,7 @@ class CudaDevice:
         self.caller().wait_event(job.end)
 
     def caller(self) -> torch.cuda.Stream:
-        number = self._stream_number(self._index)
+        number = self.caller_number()
         found = self._callers.get(number)
         if found is None:
             found = self._callers[number] = torch.cuda.current_stream(self.torch_device)

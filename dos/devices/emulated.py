@@ -233,6 +233,7 @@ class EmulatedDevice:
         self.capacity = whole_number(capacity, "capacity", "bytes")
         self.occupied = _occupancy(occupied, "occupied")
         self.neighbour = _occupancy(neighbour, "neighbour")
+        self.caller_number: Callable[[], int] = int  # 0: there is one queue
         self.peak_bytes = 0
         self.own_peak_bytes = 0
         self.unmet_bytes = 0

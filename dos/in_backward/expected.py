@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dos.devices import Caller
+from dos.devices import Caller, Device
 from dos.in_backward.look import Look
 from dos.parameters.active import same
 from dos.parameters.admission import Group
@@ -34,15 +34,27 @@ NOTHING = Learned({}, {}, frozenset())
 class Awaiting:
     """A subgroup that waits for gradients.
 
-    left: how many have yet to come. callers: the queues in which backward wrote the others.
+    left: how many have yet to come. callers: the queues in which backward wrote the others; queue: the number of the
+        last one that was added.
     look: the last one that found all of them as the next one may; None: none has.
     """
 
-    __slots__ = ("callers", "left", "look", "subgroup")
+    __slots__ = ("callers", "left", "look", "queue", "subgroup")
 
     def __init__(self, subgroup: Subgroup) -> None:
-        self.subgroup, self.left, self.callers = subgroup, 0, set[Caller]()
+        self.subgroup = subgroup
         self.look: Look | None = None
+        self.begin(0)
+
+    def begin(self, left: int) -> None:
+        """Wait for so many gradients."""
+        self.left, self.callers, self.queue = left, set[Caller](), -1
+
+    def written_in(self, device: Device | None) -> None:
+        """Note the queue in which backward has written a gradient."""
+        # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
+        self.queue = -1 if device is None else device.caller_number()
+        self.callers.add(None if device is None else device.caller())
 
 
 class Expected(NamedTuple):
@@ -99,7 +111,7 @@ class Expectations:
     def begin(self) -> None:
         """Begin another backward, which has written nothing yet."""
         for each, count in self._counts:
-            each.left, each.callers = count, set()
+            each.begin(count)
 
 
 def _facts(registry: Registry, rule: Rule, groups: Sequence[Group], learned: Learned) -> tuple[object, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dos.devices import ThreadJob
@@ -30,6 +29,8 @@ class Finals:
     """The gradients of one iteration as they become final, until `step()` ends it.
 
     parts: issues updates on the device; None: none are issued there.
+    expected: the gradients that are expected, by the id of the parameter. given: those that are final, by number of the
+        record.
     complete: the records whose update was issued as a whole, with their groups. issued: all pieces that were. Some of
         these updates wait for others, see `Parts`; nothing may happen any more that would have to come before them.
     updated: the records of which any piece is in `issued`.
@@ -37,15 +38,14 @@ class Finals:
 
     def __init__(self, registry: Registry, reconciler: Reconciler, guard: Guard, rule: Rule) -> None:
         self.parts: Parts | None = None
+        self.expected: Mapping[int, Expected] = {}
+        self.given: list[Tensor | None] = []
         self.complete: list[tuple[ParameterRecord, Group]] = []
         self.issued: set[Piece] = set()
         self.updated: set[ParameterRecord] = set()
         self._registry, self._reconciler, self._guard, self._rule = registry, reconciler, guard, rule
         self._offloads = registry.offloaded.enabled
         self._learned = NOTHING
-        self._expected: Mapping[int, Expected] = {}
-        self._given: list[Tensor | None] = []
-        """The gradients that are final, by number of the record."""
         self._inputs: list[Input | None] = []
         """Gradients that were looked at, in the form that an update takes, by number of the record."""
         self._left: dict[ParameterRecord, int] = {}
@@ -57,28 +57,14 @@ class Finals:
     def open(self, expected: Mapping[int, Expected], parts: Parts | None, learned: Learned) -> None:
         """Let this backward update, for which all that was learned still holds. parts: issues those on the device."""
         made = self._registry.records_made
-        self.parts, self._learned, self._expected = parts, learned, expected
-        self._given, self._inputs = [None] * made, [None] * made
-
-    def gather(self, run: Run, parameter: Tensor) -> bool:
-        """Count a final gradient in `parameter.grad` behind which its subgroup waits for others; else return False."""
-        key = id(parameter)
-        each = self._expected.get(key)
-        if each is None or each.alone is None or each.alone.left == 1 or not (run.alone and run.updates):
-            return False
-        gradient = parameter.grad
-        if run.times.get(key, 0) + 1 != each.times or gradient is None or gradient.layout is not torch.strided:
-            return False
-        run.times[key] = each.times
-        self._wait(each.alone, each.record, gradient)
-        return True
+        self.parts, self._learned, self.expected = parts, learned, expected
+        self.given, self._inputs = [None] * made, [None] * made
 
     def _wait(self, awaiting: Awaiting, record: ParameterRecord, gradient: Tensor) -> None:
         """Let a final gradient wait for the others of its subgroup."""
-        self._given[record.number] = gradient
+        self.given[record.number] = gradient
         awaiting.left -= 1
-        # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
-        awaiting.callers.add(None if self.parts is None else self.parts.device.caller())
+        awaiting.written_in(None if self.parts is None else self.parts.device)
 
     def count(self, run: Run, parameter: Tensor, leaf: Tensor) -> Expected | None:
         """Count a gradient that backward has written to `leaf`; return what it is if it is final, else None.
@@ -87,7 +73,7 @@ class Finals:
         """
         key, learned = id(parameter), self._learned
         run.times[key] = times = run.times.get(key, 0) + 1
-        each = self._expected.get(key)
+        each = self.expected.get(key)
         record = self._registry.records.get(key) if each is None else each.record
         apart = record is not None and record.leaf is not parameter
         if apart and leaf is parameter:
@@ -135,7 +121,7 @@ class Finals:
             return None
         if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
             return None
-        setting = self._setting_of(self._expected[id(record.parameter)].group, record.count)
+        setting = self._setting_of(self.expected[id(record.parameter)].group, record.count)
         own = record.arena.whole_masters and record.master_written
         found = self._inputs[record.number] = new_input(
             (gradient, gradient.data_ptr(), setting, False, False, own, None)
@@ -155,7 +141,7 @@ class Finals:
     def _columns(self, awaiting: Awaiting) -> Columns | None:
         """Return all gradients of a subgroup as an update takes them, asked at once; None: look at each."""
         look, state = awaiting.look, self._reconciler.state if self._reconciler.seen else None
-        found = None if look is None else look.take(self._given, state)
+        found = None if look is None else look.take(self.given, state)
         if look is None or found is None:
             return None
         setting, written = self._setting_of(look.group, look.records[0].count), look.masters_written()
@@ -211,7 +197,7 @@ class Finals:
 
     def _look_at_each(self, awaiting: Awaiting, *, away: bool) -> bool:
         """Look at the gradients and parameters of a subgroup one by one; return whether it can be updated."""
-        given, pieces = self._given, awaiting.subgroup.pieces
+        given, pieces = self.given, awaiting.subgroup.pieces
         for piece in pieces:
             record, gradient = piece.record, given[piece.record.number]
             if gradient is None:
@@ -222,20 +208,20 @@ class Finals:
                 return False
             if self._input(record, gradient) is None:
                 return False
-        expected = [self._expected.get(id(piece.record.parameter)) for piece in pieces]
+        expected = [self.expected.get(id(piece.record.parameter)) for piece in pieces]
         awaiting.look = None if away else Look.of(awaiting.subgroup, expected, given)
         return True
 
     def _completed_alone(self, look: Look) -> None:
         """Release the gradients of a subgroup that lie in no other one, as `_completed`."""
-        given = self._given
+        given = self.given
         self.complete += look.complete
         for parameter, number in look.alone:
             parameter.grad = given[number] = None
 
     def _completed(self, record: ParameterRecord) -> None:
         """Release a gradient whose updates are issued: they refer to its memory as long as they read it."""
-        self.complete.append((record, self._expected[id(record.parameter)].group))
-        record.parameter.grad = self._given[record.number] = self._inputs[record.number] = None
+        self.complete.append((record, self.expected[id(record.parameter)].group))
+        record.parameter.grad = self.given[record.number] = self._inputs[record.number] = None
         if self._offloads:
             self._registry.offloaded.give(record)

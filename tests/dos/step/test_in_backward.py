@@ -124,6 +124,61 @@ def test_a_gradient_that_is_replaced_while_its_subgroup_waits_for_others_is_trai
     assert everything_after("backward") == everything_after("step")
 
 
+def in_other_strides(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad.data = (2 * p.grad).t().contiguous().t()
+
+
+def negated(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad.data = torch._neg_view(2 * p.grad)  # no public function makes such a view
+
+
+def written(p: Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def in_other_memory(p: Tensor) -> None:
+    p.data = p.data.clone()
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("change", [in_other_strides, negated, written, in_other_memory])
+def test_what_changes_while_a_subgroup_waits_for_others_is_trained_on(change: Any, place: Any) -> None:
+    """All of them are asked at once, from the third backward on."""
+
+    def everything_after(updates: str) -> list[bytes]:
+        model = mlp()
+        optimizer = attached(model, updates, place, subgroup_size=10**6)
+        first, *_, last = [p for p in model.parameters() if p.ndim == 2]
+        for step in range(6):
+            if step == 4:
+                first.register_hook(lambda _: change(last))
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert everything_after("backward") == everything_after("step")
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+def test_a_parameter_that_has_taken_fewer_steps_than_others_of_its_subgroup(place: Any) -> None:
+    def everything_after(updates: str) -> list[bytes]:
+        model = mlp()
+        optimizer = attached(model, updates, place, subgroup_size=10**6)
+        *_, last = model.parameters()
+        for step in range(7):
+            last.requires_grad_(step != 2)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert everything_after("backward") == everything_after("step")
+
+
 @pytest.mark.parametrize("place", ["host", "cpu"])
 def test_a_gradient_that_is_replaced_after_a_part_of_it_was_used_raises(place: Any) -> None:
     model = mlp(width=40)
