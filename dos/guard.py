@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import os
@@ -10,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures.thread import (
     ThreadPoolExecutor,  # registers its exit handler before ours, so it runs after ours
@@ -220,13 +219,26 @@ class Guard:
             f"the optimizer step failed part way ({cause}), and step {self.complete} was the last complete one; {_LOAD}"
         )
 
-    @contextlib.contextmanager
-    def change(self) -> Iterator[None]:
+    def change(self) -> _Change:
         """Surround a change that must not end part way, in an `exclusive` call. If it raises, all is `broken`."""
-        before, self.phase = self.phase, Phase.COMMITTING
-        yield  # without a handler: an exception leaves the phase, by which the next call knows
-        if self.phase is Phase.COMMITTING:  # a lane that failed meanwhile has set BROKEN
-            self.phase = before
+        return _Change(self)
+
+
+class _Change:
+    """The context of a change; of its own class, because one of `contextlib` takes twice the calls."""
+
+    __slots__ = ("_before", "_guard")
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def __enter__(self) -> None:
+        self._before, self._guard.phase = self._guard.phase, Phase.COMMITTING
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # After an exception the phase stays, by which the next call knows; a lane that failed meanwhile has set BROKEN.
+        if kind is None and self._guard.phase is Phase.COMMITTING:
+            self._guard.phase = self._before
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from perfmodel.lanes import Stream
@@ -61,6 +62,32 @@ class Schedule:
 
     tasks: tuple[Task, ...]
     under_way: int = 0
+
+    @cached_property
+    def on_host(self) -> dict[int, list[int]]:
+        """The updates on the host, by the last task that must be issued before they are handed over.
+
+        Of those that wait for no task of this issue the one comes first whose gradients left first.
+        """
+        tasks, under_way = self.tasks, self.under_way
+        on_host: dict[int, list[int]] = {}
+        for number in range(under_way + 1, len(tasks)):
+            if tasks[number].stream is Stream.CPU:
+                on_host.setdefault(max((under_way, *tasks[number].after)), []).append(number)
+
+        at_once = on_host.get(under_way, [])
+        left = {number: max([0, *[each for each in tasks[number].after if each < under_way]]) for number in at_once}
+        at_once.sort(key=left.__getitem__)
+        return on_host
+
+    @cached_property
+    def ways(self) -> dict[int, Move]:
+        """From where to where the state of a subgroup moves, of those of which it does."""
+        ways: dict[int, Move] = {}
+        for task in self.tasks:
+            if task.move is not None and task.subgroup is not None:
+                ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
+        return ways
 
 
 class SubgroupState(NamedTuple):

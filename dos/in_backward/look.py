@@ -11,7 +11,7 @@ from torch import Tensor
 from dos.parameters.admission import Group
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Subgroup
-from dos.step.work import Columns
+from dos.step.work import Columns, new_columns
 from dos.torch_internals.alike import alike
 from dos.torch_internals.tensors import version_counter
 
@@ -103,4 +103,4 @@ class Look:
     def columns(self, found: Found, setting: int, written: Sequence[bool]) -> Columns:
         """Return what was found as an update takes it."""
         no, none = self._nothing
-        return Columns(*found, (setting,) * len(no), no, no, written, none)
+        return new_columns((*found, (setting,) * len(no), no, no, written, none))

@@ -94,7 +94,7 @@ class HostStore:
         """
         # Staging first, through which each step copies: the system may limit the bytes that can be pinned.
         wanted = [(tensor, s) for s in updated for tensor in s.arena.staging]
-        self.make([*wanted, *((tensor, s) for s in subgroups for tensor in s.arena.homes)])
+        self.make(wanted + [(tensor, s) for s in subgroups for tensor in s.arena.homes])
         return []
 
     def stage(self, subgroups: Iterable[Subgroup]) -> None:

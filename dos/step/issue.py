@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -152,11 +151,11 @@ class Step:
         self.backward = self._device.fence(callers)
         jobs[under_way] = (*self.backward, *behind)
         turns: list[Turn] = []
-        on_host = self._on_host()
+        on_host = self.schedule.on_host
 
-        def hand_over(issued: int) -> None:
-            """Hand over the updates for which this was the last task to be issued."""
-            for number in on_host.get(issued, ()):
+        def hand_over(numbers: Sequence[int]) -> None:
+            """Hand over updates all of whose tasks before them are issued."""
+            for number in numbers:
                 # The host's lane does not wait for the end of backward on the device: gradients that have already
                 # arrived would wait for it, too.
                 ready = [job for other in tasks[number].after if other != under_way for job in jobs[other]]
@@ -166,24 +165,27 @@ class Step:
                 give(turns[-1])
 
         # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
-        hand_over(under_way)
+        hand_over(on_host.get(under_way, ()))
         for number in range(under_way + 1, len(tasks)):
             task = tasks[number]
             if task.stream is Stream.PARAMETER:
                 jobs[number] = (Promise(self.done[self._of(task)[1]]),)
             elif task.stream is not Stream.CPU:
-                self._enter(task)
-                after = tuple(itertools.chain.from_iterable(jobs[other] for other in task.after))
+                if task.window is not None:
+                    self._enter(task)
+                after = [job for other in task.after for job in jobs[other]]
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs[number] = self.jobs[-1:]
                 # Behind these, slots and rooms that state leaves may be released. Jobs of the disk use windows only.
                 if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
                     self.last[task.stream] = self.jobs[-1]
-            hand_over(number)
+            if number in on_host:
+                hand_over(on_host[number])
         # Else the turns would refer to the gradients' memory until the caller waits for the step.
         for turn in turns:
             turn.work.release()
-        self.rooms_to_free = [*self.rooms_to_free, *self._left_rooms()]
+        if self.schedule.ways:
+            self.rooms_to_free = [*self.rooms_to_free, *self._left_rooms()]
         # Released here: they refer to gradients, whose memory the next backward needs while the ledger has this step.
         self._subjects = {}
         self._compared.clear()
@@ -225,22 +227,6 @@ class Step:
         # A hook of a module would otherwise wait for ever for a job that no thread issues.
         for future in self.done.values():
             reject(future, error)
-
-    def _on_host(self) -> dict[int, list[int]]:
-        """Return the updates on the host, by the last task that must be issued before they are handed over.
-
-        Of those that wait for no task of this issue the one comes first whose gradients left first.
-        """
-        tasks, under_way = self.schedule.tasks, self.schedule.under_way
-        on_host: dict[int, list[int]] = {}
-        for number in range(under_way + 1, len(tasks)):
-            if tasks[number].stream is Stream.CPU:
-                on_host.setdefault(max((under_way, *tasks[number].after)), []).append(number)
-
-        at_once = on_host.get(under_way, [])
-        left = {number: max([0, *[each for each in tasks[number].after if each < under_way]]) for number in at_once}
-        at_once.sort(key=left.__getitem__)
-        return on_host
 
     def _turn(self, task: Task, ready: Sequence[Job]) -> Turn:
         i, subgroup, update = self._of(task)
@@ -333,8 +319,8 @@ class Step:
 
     def _enter(self, task: Task) -> None:
         """Give the window that the task fills to the task's subgroup."""
-        if task.window is None or task.subgroup is None:
-            return
+        assert task.window is not None, "it is asked for these alone"
+        assert task.subgroup is not None, "what passes through a window is of a subgroup"
         subgroup, update = self._subjects[task.subgroup][:2]
         windows = self._stores.host.windows
         if task.op is not Op.WRITE or windows.of(subgroup) is None:
@@ -344,11 +330,7 @@ class Step:
 
     def _left_rooms(self) -> Iterator[tuple[Subgroup, Store]]:
         """Yield the rooms that state leaves in this step, except homes, which stay, or are `stale_homes`."""
-        ways: dict[int, Move] = {}
-        for task in self.schedule.tasks:
-            if task.move is not None and task.subgroup is not None:
-                ways[task.subgroup] = Move(ways.get(task.subgroup, task.move).source, task.move.destination)
-        for i, way in ways.items():
+        for i, way in self.schedule.ways.items():
             subgroup = self._subjects[i].subgroup
             home = self._stores.disk is not None and self._stores.host.has(subgroup)
             if home and (way == Move(Tier.DISK, Tier.HOST) or way.source is Tier.HOST is not way.destination):

@@ -74,6 +74,8 @@ class Ledger:
         self._guard = guard
         self._scheduled: tuple[tuple[Any, ...], Schedule] | None = None
         """The last schedule, and what it was made of."""
+        self.parts: dict[tuple[int, ...], tuple[tuple[Any, ...], Schedule]] = {}
+        """Schedules of parts by their subgroups, and what each was made of."""
         self._queued: deque[Step] = deque()
         self._lane_done: Future[None] | None = None
         """The host's part of the step; None: it has no such part."""
@@ -192,8 +194,9 @@ class Ledger:
                 self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
             apart = self.lane.issue if self.device.queues else None
             self.step.issue_part(schedule, subjects, self._give, callers, behind, apart)
-            updates = (subject.update for subject in subjects.values() if subject.update is not None)
-            self.pending |= {piece.record: frozenset() for update in updates for piece in update.pieces}
+            for subject in subjects.values():
+                if subject.update is not None:
+                    self.pending.update(dict.fromkeys([piece.record for piece in subject.update.pieces], frozenset()))
             return self.step
 
     def close(self) -> None:

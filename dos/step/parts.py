@@ -19,7 +19,10 @@ from dos.step.work import SubgroupUpdate, Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import schedule_part, turns
+from perfmodel.tasks import Schedule, SubgroupState
 
+MOST_KEPT = 1000
+"""Schedules of parts that are remembered."""
 MOST_HELD = 6
 """Residents that wait for each other: one launch takes the host less time than several."""
 
@@ -199,16 +202,29 @@ class Parts:
 
     def _issue(self, part: Sequence[Final], behind: Sequence[Job] = (), arriving: Sequence[Job] = ()) -> Step:
         """behind, arriving: as for `Ledger.issue_part`."""
-        part = sorted(part, key=lambda each: self._rank[each.number])
-        updates = {each.number: each.update for each in part}
-        subjects = {i: Subject(u.subgroup, u, (), () if u.offloaded else u.items) for i, u in updates.items()}
-        before = {each.number: subjects[each.number].before_step(each.tier) for each in part}
-        if self._now.first_departure is None and Placement.CPU in map(self.plan.placements.__getitem__, before):
-            self._now.first_departure = self.device.mark()
-        schedule = schedule_part(self._granted, self._workload, before, list(before))
-        callers = set[Caller]().union(*(each.callers for each in part))
-        # A block that backward uses again may be fetched ahead, and no queue has joined that yet.
-        arenas = (each.update.subgroup.arena for each in part)
-        reading = [arena.reading for arena in arenas if arena.streams and arena.reading is not None]
-        behind = [*behind, *reading]
-        return self._ledger.issue_part(schedule, subjects, self.plan, self._now, callers, behind, arriving)
+        part = sorted(part, key=lambda each: self._rank[each.number]) if len(part) > 1 else part
+        subjects, before = dict[int, Subject](), dict[int, SubgroupState]()
+        callers, behind, now = set[Caller](), [*behind], self._now
+        for number, update, tier, queues in part:
+            subject = Subject(update.subgroup, update, (), () if update.offloaded else update.items)
+            subjects[number], before[number] = subject, subject.before_step(tier)
+            callers.update(queues)
+            # A block that backward uses again may be fetched ahead, and no queue has joined that yet.
+            if update.subgroup.arena.streams and update.subgroup.arena.reading is not None:
+                behind.append(update.subgroup.arena.reading)
+            if now.first_departure is None and self.plan.placements[number] is Placement.CPU:
+                now.first_departure = self.device.mark()
+        schedule = self._schedule(before)
+        return self._ledger.issue_part(schedule, subjects, self.plan, now, callers, behind, arriving)
+
+    def _schedule(self, before: Mapping[int, SubgroupState]) -> Schedule:
+        """Return the schedule of a part, most often that of the last iteration."""
+        kept, key = self._ledger.parts, (*before,)
+        loads = [self._workload.subgroups[i] for i in key]
+        made_of = self._granted, loads, self._workload.windows, [*before.values()]
+        found = kept.get(key)
+        if found is None or found[0] != made_of:
+            if len(kept) > MOST_KEPT:
+                kept.clear()
+            found = kept[key] = made_of, schedule_part(self._granted, self._workload, before, key)
+        return found[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +61,9 @@ class Columns(NamedTuple):
     forms: Sequence[tuple[Any, ...] | None]
 
 
+new_columns: Callable[[Iterable[Any]], Columns] = partial(tuple.__new__, Columns)
+"""Makes columns without a call of Python."""
+
 _NOTHING = torch.empty(0, device="cpu")
 
 Item = tuple[Piece, Input]
@@ -103,7 +106,8 @@ class SubgroupUpdate:
         start = pieces[0].parameter_start  # only the first piece begins within its parameter
         if start:
             first, *others = columns.addresses
-            columns = columns._replace(addresses=(first + start * columns.values[0].itemsize, *others))
+            values, _, *rest = columns
+            columns = new_columns((values, (first + start * values[0].itemsize, *others), *rest))
         self.columns = columns
         self.whole = len(pieces) == len(subgroup.pieces)
         self.numel = subgroup.numel if self.whole else sum([piece.numel for piece in pieces])
@@ -118,12 +122,12 @@ class SubgroupUpdate:
         """
         given = subgroup.inputs_of(gradients)
         if None not in given:
-            return cls(subgroup, subgroup.pieces, Columns._make(zip(*given, strict=True)), settings, **others)
+            return cls(subgroup, subgroup.pieces, new_columns(zip(*given, strict=True)), settings, **others)
         found = [(piece, each) for piece, each in zip(subgroup.pieces, given, strict=True) if each is not None]
         if not found:
             return None
         pieces, inputs = zip(*found, strict=True)
-        return cls(subgroup, pieces, Columns._make(zip(*inputs, strict=True)), settings, **others)
+        return cls(subgroup, pieces, new_columns(zip(*inputs, strict=True)), settings, **others)
 
     @property
     def items(self) -> list[Item]:
@@ -135,7 +139,7 @@ class SubgroupUpdate:
         kept = [piece not in pieces for piece in self.pieces] if pieces else [True]
         if not all(kept):
             self.pieces = [*itertools.compress(self.pieces, kept)]
-            self.columns = Columns._make(tuple(itertools.compress(column, kept)) for column in self.columns)
+            self.columns = new_columns(tuple(itertools.compress(column, kept)) for column in self.columns)
             self.whole = False
             self.numel = sum([piece.numel for piece in self.pieces])
         return self
@@ -166,7 +170,7 @@ class SubgroupUpdate:
     def release(self) -> None:
         """Release gradients on the device. Later work reads none there."""
         if not self.offloaded:
-            self.columns = self.columns._replace(values=(_NOTHING,) * len(self.pieces))
+            self.columns = new_columns(((_NOTHING,) * len(self.pieces), *self.columns[1:]))
 
     @property
     def at_home(self) -> bool:
