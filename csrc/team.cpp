@@ -27,12 +27,11 @@ void rest() {
 }
 
 constexpr std::chrono::microseconds kPatience{200};
-constexpr std::chrono::microseconds kBetweenLoops{1000};
 
-// Waits until `ended`, awake, and no longer than `most`.
+// Waits until `ended`, awake, and no longer than kPatience.
 template <class F>
-void stay_awake(std::chrono::microseconds most, const F& ended) {
-  const auto asleep = std::chrono::steady_clock::now() + most;
+void stay_awake(const F& ended) {
+  const auto asleep = std::chrono::steady_clock::now() + kPatience;
   while (!ended() && std::chrono::steady_clock::now() < asleep) {
     for (int i = 0; i < 64 && !ended(); ++i) rest();
   }
@@ -60,7 +59,7 @@ class Team {
     started_.notify_all();
     share(work, 0, count);
     // The other threads began when they woke up, so they end a little later, but sooner than this thread would wake up.
-    stay_awake(kPatience, [&] { return running_.load(std::memory_order_acquire) == 0; });
+    stay_awake([&] { return running_.load(std::memory_order_acquire) == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
     ended_.wait(lock, [&] { return running_ == 0; });
   }
@@ -88,7 +87,7 @@ class Team {
     while (true) {
       if (awake_) {
         lock.unlock();
-        stay_awake(kBetweenLoops, [&] { return loop_.load(std::memory_order_acquire) != seen; });
+        stay_awake([&] { return loop_.load(std::memory_order_acquire) != seen; });
         lock.lock();
       }
       // Not awake between loops of fewer threads: it would disturb those for which they leave the core.

@@ -16,8 +16,8 @@ bool on_main_thread();
 // threads, `count` is smaller.
 void run_on_team(int count, Share share, const void* work);
 
-// Lets the threads that this thread calls sleep only a millisecond after a loop, from now on: to wake up takes them a
-// tenth of one. For loops that follow each other at once, on cores that nobody else needs.
+// Lets the threads that this thread calls sleep only a fifth of a millisecond after a loop, from now on: to wake up takes
+// them a tenth of one. For loops that follow each other at once, or much later.
 void keep_team_awake();
 
 }  // namespace dos

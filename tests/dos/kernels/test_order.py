@@ -17,7 +17,7 @@ import torch
 
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, Order, prepare
-from tests.support.clock import WAIT_S
+from tests.support.clock import WAIT_S, compares_with_a_clock
 
 STEP = AdamStep(lr=0.1, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1)
 
@@ -27,10 +27,10 @@ def runs(count: int, numel: int = 300) -> list[AdamArrays]:
     return [AdamArrays(torch.randn(numel), torch.randn(numel), *torch.zeros(2, numel)) for _ in range(count)]
 
 
-def prepared(run: AdamArrays, isa: str | None = None) -> Any:
+def prepared(run: AdamArrays, isa: str | None = None, threads: int = 1) -> Any:
     batch = AdamBatch([run])
     batch.choose([STEP])
-    return prepare([batch], [STEP], threads=1, isa=isa)
+    return prepare([batch], [STEP], threads=threads, isa=isa)
 
 
 @contextmanager
@@ -101,6 +101,19 @@ def test_a_place_waits_for_those_before_it_that_python_takes() -> None:
         assert given.result(WAIT_S) is not None
         order.enter(3)
     assert not torch.equal(found.param, before)
+
+
+@compares_with_a_clock
+def test_threads_that_wait_for_the_next_update_soon_sleep() -> None:
+    (run,) = runs(1, numel=2 * 16384)  # a few microseconds for two threads
+    update, count = prepared(run, threads=2), 50
+    with served(1) as (_, give):
+        before = time.process_time()
+        for place in range(count):
+            assert give(place, update).result(WAIT_S)
+            time.sleep(3e-3)
+        used = (time.process_time() - before) / count * 1e3
+    assert used < 0.9, f"each wait needs less than 0.9 ms of processor time, found {used:.2f} ms"
 
 
 def test_a_stopped_order_updates_nothing_more() -> None:
