@@ -62,7 +62,7 @@ def figures_on_dry(
 
     way = {each.name: each for each in ways(model)}[name]
     profile = machine(on).profile
-    known = find_machine(on, None)._replace(profile=profile, device_bytes=gpu.DEVICE_BYTES)
+    known = find_machine(on, None)._replace(profile=profile, device_bytes=machine(on).device_bytes)
     job = dataclasses.replace(JOBS[model], batch=batch or JOBS[model].batch)
     asked = Situation(question_of(job, micro_batches, way, known, slice_bytes))
     forward_s, backward_s = (seconds / job.config.layers for seconds in asked.job.compute_s)
@@ -77,7 +77,7 @@ def figures_on_dry(
             return self.model(torch.device("cpu"))
 
     device = torch.device(gpu.KIND, 0)
-    lib.sim_capacity(slice_bytes if way.sliced else gpu.DEVICE_BYTES)
+    lib.sim_capacity(slice_bytes if way.sliced else machine(on).device_bytes)
     lib.sim_others(asked.device.activations + asked.question.reserved)
     bench = Bench(slug(name), Settings(Size.FULL, cuda=True, out=Path(out)), 0.0, Path(out) / "dry.json")
     profiled = dataclasses.replace(way, options={**way.options, "profile": profile})

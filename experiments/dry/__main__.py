@@ -90,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_count("steps", 8, "iterations that count")
     parser.add_count("warm-up", 12, "iterations before them")
     parser.add_count("repeat", 1, "times that each row is run: the one of median time is shown")
+    parser.add_count("threads", None, "of the CPU lane, in place of those that DOSAdam chooses")
     parser.add_count("layers", None, "of another, small model")
     contest = "settings of one format take turns on one optimizer, as they did on the machines"
     parser.add_argument("--contest", action="store_true", help=contest)
@@ -126,6 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     arguments.trace,
                     dict(arguments.cost),
                     arguments.updates,
+                    arguments.threads or 0,
                 )
                 runs = []
                 for number in range(arguments.repeat):

@@ -10,23 +10,22 @@ import ctypes
 import functools
 import mmap
 import os
+import statistics
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
 
-from experiments.dry.machines import Costs, Machine
+from experiments.dry.machines import CORES, ROUNDS, Costs, Machine, python_loop
 from experiments.simdev.accelerator import KIND, QUERY, holding, lib
 from perfmodel.format import CODED, MIXED, SPLIT, Format
 
-CORES = 16
 HOST_BYTES = 124 << 30
-DEVICE_BYTES = 80 << 30
-"""Of each of the machines, or less."""
+"""Of each of the machines."""
 TRITON_S = 80e-6
 """That the host takes to launch an update, with Python's lock."""
 BITS_ELEMENTS = 2048 * 16
@@ -35,15 +34,21 @@ MOST_UPDATES = 4096
 """On the CPU between two looks."""
 PAGES_BYTES = 64 << 20
 """Host memory that all mappings share."""
+PART = 20
+"""Of `python_loop` that is enough to see how fast Python is."""
 SLICE_S = 25e-6
 """In which the host holds Python's lock and lets go of it in turn, as operations of torch do."""
 
 
-def install(machine: Machine, costs: Costs | None = None) -> None:
-    """Do it, before anything imports dos, or torch uses a device."""
+def install(machine: Machine, costs: Costs | None = None, threads: int = 0) -> None:
+    """Do it, before anything imports dos, or torch uses a device. threads: of the CPU lane; 0: as dos chooses."""
     costs = costs or Costs()
-    lib.sim_dry(_doubles(machine.figures), _doubles(astuple(costs)))
-    lib.sim_capacity(DEVICE_BYTES)
+    if costs.slower is None:
+        _comparison.append(machine.python_s)
+        costs = replace(costs, slower=statistics.median(machine.python_s / _python_s() for _ in range(100)))
+    figures = machine.all_figures
+    lib.sim_dry(_doubles(figures), CORES + 1, _doubles(astuple(costs)))
+    lib.sim_capacity(machine.device_bytes)
     from experiments.simdev import as_cuda
 
     as_cuda.install()
@@ -59,7 +64,8 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     from dos.devices import cuda, pinned
     from dos.gradients import offload
     from dos.kernels.gpu_update import GpuBatch
-    from dos.machine import host_memory, threads
+    from dos.machine import host_memory
+    from dos.machine import threads as machine_threads
 
     exchanged: dict[Any, dict[str, Any]] = {
         dos: {"_adam": compiled},
@@ -69,7 +75,7 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
             **dict.fromkeys(("_memory_bytes", "_of_machine"), lambda: HOST_BYTES),  # one of them, by the version
             "_of_container": lambda *_: iter(()),
         },
-        threads: {
+        machine_threads: {
             "usable_cores": lambda: frozenset(range(CORES)),
             "physical_cores": lambda cpus, *_: len(cpus),
             "torch": types.SimpleNamespace(get_num_threads=lambda: CORES),
@@ -84,6 +90,18 @@ def install(machine: Machine, costs: Costs | None = None) -> None:
     for owner, names in exchanged.items():
         for name, value in names.items():
             setattr(owner, name, value)
+    machine_threads.set_kernel_threads(threads)
+
+
+_comparison: list[float] = []
+"""What the machine takes for `python_loop`, if Python's speed here is compared with it."""
+
+
+def _python_s() -> float:
+    """CPU seconds of `python_loop` here and now."""
+    begin = time.thread_time()
+    python_loop(ROUNDS // PART)
+    return (time.thread_time() - begin) * PART
 
 
 class _Mmap:
@@ -121,7 +139,10 @@ def busy(seconds: float) -> None:
 @contextlib.contextmanager
 def taking(seconds: float) -> Iterator[None]:
     """Let the host take so long, what it does within counted, and with Python's lock half of the time."""
+    holding.sim_pay()
     begin = time.perf_counter()
+    for machine_s in _comparison:  # other programs slow this machine's cores
+        lib.sim_compare(machine_s / _python_s())
     yield
     left = seconds - (time.perf_counter() - begin)
     spend, other = lib.sim_spend, holding.sim_spend
@@ -129,6 +150,7 @@ def taking(seconds: float) -> Iterator[None]:
         spend(min(left, SLICE_S))
         left -= SLICE_S
         spend, other = other, spend
+    lib.sim_paid()
 
 
 def issued_s() -> float:
@@ -170,14 +192,14 @@ class _HostKernel:
     def __call__(self, address: int, rows: int, scalars: object, threads: int, isa: object) -> None:
         lib.sim_host_update(*self.work(address, rows, threads))
 
-    def work(self, address: int, rows: int, threads: int) -> tuple[float, float, float]:
+    def work(self, address: int, rows: int, threads: int) -> tuple[float, float, float, int]:
         """The arguments of sim_host_update."""
         from dos.kernels.adam import STEP
 
         words = np.ctypeslib.as_array((ctypes.c_int64 * (rows * (STEP + 1))).from_address(address))
         state, numel = _numel(words.reshape(rows, STEP + 1))
         traffic = state.update_traffic * self._machine.profile.cpu_traffic_factor
-        return numel, self._rate(state, threads), traffic
+        return numel, self._rate(state, threads), traffic, threads
 
 
 class _Order:
@@ -239,6 +261,7 @@ class _BitsKernel:
         return -(-numel // BITS_ELEMENTS)
 
     def sum_bits(self, rows: np.ndarray, send: object, sums: object, itemsize: int) -> None:
+        holding.sim_pay()
         holding.sim_spend(TRITON_S)
         lib.sim_busy(itemsize * float(rows[:, 1].sum()) / self._bandwidth)
 
@@ -251,7 +274,7 @@ def _addition(machine: Machine) -> Callable[..., None]:
     def add(incoming: Any, target: object, dtype: object, before: Sequence[Any], addend: object = None) -> None:
         for each in before:
             each.result()
-        lib.sim_host_update(float(incoming.numel()), rate, traffic)
+        lib.sim_host_update(float(incoming.numel()), rate, traffic, machine.profile.cpu_threads)
 
     return add
 
@@ -263,6 +286,7 @@ def _device_kernel(machine: Machine) -> Callable[..., Any]:
         state, numel = _numel(table)
 
         def queue() -> None:
+            holding.sim_pay()
             holding.sim_spend(TRITON_S)
             lib.sim_update(numel / machine.gpu_rate(state))
 

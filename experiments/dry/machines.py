@@ -9,18 +9,23 @@ import ctypes
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from experiments.simdev.build import arithmetic
-from perfmodel.format import CODED, MIXED, SPLIT, Format
+from perfmodel.format import CODED, SPLIT, Format
 from perfmodel.hardware import HardwareProfile
 
 RESULTS = Path(__file__).parents[1] / "results"
-FILES = {"h200": ("nvidia-h200-2026-11-26", "results.json"), "h100": ("nvidia-h100-2026-11-26", "attached.json")}
+FILES = {
+    "h200": ("nvidia-h200-2026-11-27/profile.json", "nvidia-h200-2026-11-28"),
+    "h100": ("nvidia-h100-2026-11-28/profile.json", "nvidia-h100-2026-11-28"),
+}
+"""The profile of a machine, and the folder of what it was measured to do."""
+CORES, THREADS = 16, 12
+"""Of each, and of the CPU kernel for which plans are made."""
 BLOCKS = 36
 FORWARD_S, BACKWARD_S = 1.25e-3, 3.7e-3
 """Of one block, on the device: together as long as the iterations of the H200 without an optimizer (178 ms)."""
@@ -36,29 +41,29 @@ STEPS = 50
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that the host takes for a call, until a GPU says better.
+    """Seconds that the host takes for a runtime's call, as in traces of an H200 whose CPU lane updates nothing.
 
-    stretch: how many times as long it takes while the CPU lane updates.
+    stretch: by which everything takes longer on the host, for each thread that updates on the CPU.
     device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
+    slower: how many times as long as here all else takes on the host, such as Python; None: as this machine shows.
     """
 
-    copy_s: float = 8e-6
-    event_s: float = 3e-6
+    copy_s: float = 6e-6
+    event_s: float = 1.5e-6
     launch_s: float = 8e-6
-    stats_s: float = 300e-6
-    stretch: float = 1.75
+    stats_s: float = 22e-6
+    stretch: float = 0.09
     device_bandwidth: float = 3e12
+    slower: float | None = None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row. share: of the state, for which there is device memory; None: the policy "cpu"."""
+    """A row; "none" has no optimizer. share: of the state, for which there is device memory; None: the policy "cpu"."""
 
     name: str
     share: float | None
     format: Format
-    contender: str
-    """In the result files."""
 
     @property
     def fixed(self) -> list[str]:
@@ -72,62 +77,54 @@ class Setting:
 SETTINGS = {
     setting.name: setting
     for setting in (
-        Setting("cpu", None, SPLIT, "CPU only"),
-        Setting("tenth", 0.1, SPLIT, "adaptive, memory for 10%"),
-        Setting("half", 0.5, SPLIT, "adaptive, memory for 50%"),
-        Setting("int8 cpu", None, CODED, "CPU only, int8 state"),
-        Setting("int8 tenth", 0.1, CODED, "adaptive, memory for 10%, int8 state"),
+        Setting("none", None, SPLIT),
+        Setting("cpu", None, SPLIT),
+        Setting("tenth", 0.1, SPLIT),
+        Setting("half", 0.5, SPLIT),
+        Setting("int8 cpu", None, CODED),
+        Setting("int8 tenth", 0.1, CODED),
     )
 }
 
 
 @dataclass(frozen=True)
 class Machine:
-    """profile: as measured. beside: rates of the CPU in parameters, H2D and D2H in bytes per second, all three busy.
+    """profile: as measured. h2d_beside: bytes per second that copies to the device get beside the CPU at least.
 
-    threads: the CPU's rate by number of threads. measured: seconds of iterations by contender, attached and not.
+    python_s: that its host takes for ROUNDS of `python_loop`. device_bytes: of device memory.
+    measured: seconds of iterations, by setting and when updates begin.
     """
 
     profile: HardwareProfile
-    beside: tuple[float, float, float]
-    threads: Mapping[int, float]
-    measured: Mapping[bool, Mapping[str, float]]
+    h2d_beside: float
+    python_s: float
+    device_bytes: int
+    measured: Mapping[tuple[str, str], float]
 
-    @property
-    def figures(self) -> list[float]:
-        """Those of `timed::Machine`. Host memory goes by the measured split: in proportion to weight x demand."""
-        p = self.profile
-        cpu, h2d, d2h = self.beside
-        duplex = p.h2d_bandwidth_duplex, p.d2h_bandwidth_duplex
-        kept = h2d / duplex[0], d2h / duplex[1], cpu / p.cpu_update_rate
-        total = cpu * _traffic(p, None) + h2d + d2h
-        return [p.h2d_bandwidth, p.d2h_bandwidth, *duplex, *(each / kept[2] for each in kept), total]
+    def figures(self, threads: int) -> list[float]:
+        """Those of `timed::Machine` while so many threads update on the CPU."""
+        p = interpolated(self.profile, threads)
+        alone, duplex = (p.h2d_bandwidth, p.d2h_bandwidth), (p.h2d_bandwidth_duplex, p.d2h_bandwidth_duplex)
+        return [*alone, *duplex, p.h2d_weight, p.d2h_weight, 1.0, p.host_bandwidth, self.h2d_beside]
+
+    @functools.cached_property
+    def all_figures(self) -> list[float]:
+        """Those of `timed::Simulation`."""
+        return [figure for threads in range(CORES + 1) for figure in self.figures(threads)]
 
     def cpu_rate(self, state: Format, threads: int) -> float:
         """Parameters per second of an update on the CPU alone, with so many threads."""
-        counts = sorted(self.threads)
-        below = max((n for n in counts if n <= threads), default=counts[0])
-        above = min((n for n in counts if n >= threads), default=counts[-1])
-        rate = self.threads[below]
-        if above != below:
-            rate += (self.threads[above] - rate) * (threads - below) / (above - below)
-        # Of the calibration's own runs: the profile may have another figure for all threads.
-        rate *= self.profile.cpu_update_rate / max(self.threads.values())
-        return rate * {"split": self.profile.cpu_speed_split, "int8": self.profile.cpu_speed_int8}.get(state.name, 1.0)
-
-    def calibrated(self, threads: int) -> HardwareProfile:
-        """Return the profile as calibration measures it since: with no more threads than the CPU lane uses."""
-        rate = self.cpu_rate(MIXED, threads)
-        return self.profile.replace(cpu_threads=threads, cpu_update_rate=rate)
+        speeds = {"split": self.profile.cpu_speed_split, "int8": self.profile.cpu_speed_int8}
+        return interpolated(self.profile, threads).cpu_update_rate * speeds.get(state.name, 1.0)
 
     def gpu_rate(self, state: Format) -> float:
         """Parameters per second of an update on the device."""
         speeds = {"split": self.profile.gpu_speed_split, "int8": self.profile.gpu_speed_int8}
         return self.profile.gpu_update_rate * speeds.get(state.name, 1.0)
 
-    def measured_s(self, setting: Setting, attached: bool) -> float | None:
-        """Seconds of an iteration as measured; None if it was not."""
-        return self.measured[attached].get(setting.contender)
+    def measured_s(self, setting: Setting, updates: str) -> float | None:
+        """Seconds of an iteration of an attached model as measured; None if it was not."""
+        return self.measured.get((setting.name, updates))
 
     def floor_s(self, setting: Setting, numel: int, attached: bool) -> float:
         """Seconds of an iteration whose updates begin when backward ends, with all gradients where they are needed.
@@ -160,39 +157,57 @@ class Machine:
 
     def _passed_s(self, state: Format, cpu: float, streamed: float, gradients: bool) -> float:
         """Seconds in which so many parameters are updated on the CPU, and as many streamed, all at once."""
-        key = tuple(self.figures), self.cpu_rate(state, self.profile.cpu_threads), _traffic(self.profile, state)
+        threads = self.profile.cpu_threads
+        key = tuple(self.figures(threads)), self.cpu_rate(state, threads), _traffic(self.profile, state)
         moved = state.state_bytes * streamed
         values = state.value_bytes * cpu
         return _fluid_s(key, cpu, moved + values, moved + values * gradients)
 
 
-def _traffic(profile: HardwareProfile, state: Format | None) -> float:
-    """Bytes of host memory that an update of a parameter moves. state: None, of the format that is calibrated."""
-    return (state or MIXED).update_traffic * profile.cpu_traffic_factor
+def interpolated(profile: HardwareProfile, threads: int) -> HardwareProfile:
+    """Return the profile with this number of threads: rates between those that were measured."""
+    known = [dataclasses.asdict(each) for each in profile.by_threads]
+    below = max((each for each in known if each["cpu_threads"] <= threads), key=_count, default=known[0])
+    above = min((each for each in known if each["cpu_threads"] >= threads), key=_count, default=known[-1])
+    part = (threads - _count(below)) / max(1, _count(above) - _count(below))
+    rates = {name: below[name] + (above[name] - below[name]) * part for name in below}
+    return profile.replace(**{**rates, "cpu_threads": threads})
+
+
+def _count(rates: Mapping[str, Any]) -> int:
+    return rates["cpu_threads"]
+
+
+def _traffic(profile: HardwareProfile, state: Format) -> float:
+    """Bytes of host memory that an update of a parameter moves."""
+    return state.update_traffic * profile.cpu_traffic_factor
 
 
 @functools.cache
 def _library() -> Any:
     lib = ctypes.CDLL(str(arithmetic()))
     pointer, number = ctypes.c_void_p, ctypes.c_double
-    lib.timed_new.restype, lib.timed_new.argtypes = pointer, [ctypes.POINTER(number)]
+    lib.timed_new.restype, lib.timed_new.argtypes = pointer, [ctypes.POINTER(number), ctypes.c_int]
     lib.timed_delete.argtypes = [pointer]
     lib.timed_copy.argtypes = [pointer, ctypes.c_int, ctypes.c_int, number]
     lib.timed_compute.argtypes = [pointer, ctypes.c_int, number]
     lib.timed_mark.argtypes = [pointer, ctypes.c_int]
     lib.timed_wait.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
-    lib.timed_update.argtypes = [pointer, number, number, number]
+    lib.timed_update.argtypes = [pointer, number, number, number, ctypes.c_int]
     lib.timed_advance.argtypes = [pointer, number]
     lib.timed_at.restype, lib.timed_at.argtypes = number, [pointer, ctypes.c_int]
     return lib
 
 
 class Asked:
-    """A simulation that is asked what would be when. figures: those of `timed::Machine`."""
+    """A simulation that is asked what would be when.
+
+    figures: those of `timed::Machine`, whatever the number of threads.
+    """
 
     def __init__(self, figures: list[float]) -> None:
         self._lib = _library()
-        self._this = self._lib.timed_new((ctypes.c_double * len(figures))(*figures))
+        self._this = self._lib.timed_new((ctypes.c_double * len(figures))(*figures), 1)
 
     def __del__(self) -> None:
         self._lib.timed_delete(self._this)
@@ -215,7 +230,7 @@ class Asked:
 
     def update(self, parameters: float, rate: float, traffic: float) -> int:
         """Begin an update on the CPU now; return the number of its end."""
-        return self._lib.timed_update(self._this, parameters, rate, traffic)
+        return self._lib.timed_update(self._this, parameters, rate, traffic, 0)
 
     def advance(self, now: float) -> None:
         """Let the time be `now` seconds."""
@@ -242,33 +257,35 @@ def _fluid_s(key: tuple[Any, ...], cpu: float, to_device: float, to_host: float)
 @functools.cache
 def machine(name: str) -> Machine:
     """Return a machine of FILES by its name."""
-    folder, measured = FILES[name]
-    results = json.loads((RESULTS / folder / "results.json").read_text())["checks"]
-    calibration = results["calibration"]["figures"]
-    beside = [calibration["figures"][f"{rate}_beside"]["value"] for rate in ("cpu_update_rate", *_LINKS)]
-    contest = results.get("contest", {}) if measured == "results.json" else _read(folder, measured)
-    figures = contest.get("figures", {})
-    profile = HardwareProfile.from_json(_read(folder, "profile.json"))
-    links = profile.h2d_bandwidth_duplex, profile.d2h_bandwidth_duplex
-    kept = [rate / alone for rate, alone in zip(beside, (profile.cpu_update_rate, *links), strict=True)]
-    fields = {field.name for field in dataclasses.fields(profile)}
-    if "h2d_weight" in fields:  # as calibration measures them since; the versions that these machines ran have none
-        profile = dataclasses.replace(profile, h2d_weight=kept[1] / kept[0], d2h_weight=kept[2] / kept[0])
-    return Machine(
-        profile,
-        (beside[0], beside[1], beside[2]),
-        {int(count): rate for count, rate in calibration["threads_tried"].items()},
-        {attached: _iterations(figures.get(key, {})) for attached, key in ((True, "attached"), (False, "contenders"))},
-    )
+    profile, folder = FILES[name]
+    traced = _read(f"{folder}/traced.json")
+    found = HardwareProfile.from_json(_read(profile))
+    found = interpolated(found, THREADS)
+    return Machine(found, traced["h2d_beside_cpu"], traced["python_s"], traced["device_bytes"], _iterations(folder))
 
 
-_LINKS = "h2d_bandwidth", "d2h_bandwidth"
+def _read(path: str) -> Any:
+    return json.loads((RESULTS / path).read_text())
 
 
-def _read(folder: str, file: str) -> Any:
-    return json.loads((RESULTS / folder / file).read_text())
+def _iterations(folder: str) -> dict[tuple[str, str], float]:
+    """Seconds, from the rows that were not watched by a profiler."""
+    found: dict[tuple[str, str], float] = {}
+    for file in sorted((RESULTS / folder).glob("*.jsonl")):
+        for row in map(json.loads, file.read_text().splitlines()):
+            name, _, backward = row.get("row", row.get("phase", "")).partition("+")
+            place = name, "backward" if backward else "step"
+            if name in SETTINGS and "iteration" in row:
+                found.setdefault(place, row["iteration"] / 1e3)
+    return found
 
 
-def _iterations(contenders: Mapping[str, Any]) -> dict[str, float]:
-    found = {name: each["iteration_s"] for name, each in contenders.items()}
-    return {name: seconds for name, seconds in found.items() if seconds is not None and math.isfinite(seconds)}
+ROUNDS = 10_000
+"""Whose time was measured."""
+
+
+def python_loop(rounds: int = ROUNDS) -> None:
+    """Python, by which hosts are compared."""
+    total = 0
+    for number in range(rounds):
+        total += number

@@ -6,7 +6,6 @@ JSON of a `Row`; it prints one line of JSON.
 
 from __future__ import annotations
 
-import contextlib
 import cProfile
 import dataclasses
 import gc
@@ -19,11 +18,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.dry.machines import SETTINGS, Costs, Setting, machine
+from experiments.dry.machines import SETTINGS, THREADS, Costs, Setting, interpolated, machine
 from perfmodel.hardware import HardwareProfile
 
-SUBGROUPS, OF_CONTEST = 20, 50
-"""Of the model: about as many as DOSAdam chooses on an H200, and as the contest had on the machines."""
+OF_CONTEST = 50
+"""Subgroups that the contest had on the machines."""
 PROGRAM = """import sys
 sys.path[:0] = sys.argv[1:3]
 if sys.argv[1] != sys.argv[2]:  # an editable installation looks for its own dos before sys.path
@@ -43,6 +42,7 @@ class Row:
     process_group: whether there is one, of this process alone. warm_up, steps: iterations that do not count, and do.
     trace: a file for cProfile's figures of the caller's thread, which then is slower.
     costs: of the host, in place of those of `machines.Costs`, by their names. updates: as for `attach`.
+    threads: of the CPU lane; 0: as dos chooses.
     """
 
     machine: str
@@ -57,6 +57,7 @@ class Row:
     trace: str | None = None
     costs: Mapping[str, float] = dataclasses.field(default_factory=dict)
     updates: str = "step"
+    threads: int = 0
 
 
 ROUNDS, WARM_UP, UNATTACHED = 3, 2, 7
@@ -69,7 +70,7 @@ def run(row: Row) -> list[dict[str, Any]]:
 
     from experiments.dry import gpu
 
-    gpu.install(machine(row.machine), Costs(**row.costs))
+    gpu.install(machine(row.machine), Costs(**row.costs), row.threads)
     if row.process_group:
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -99,6 +100,7 @@ class _Trained:
         from experiments.dry import gpu
         from experiments.dry.model import CONFIG, dry_gpt
         from experiments.dry.switch import Switch
+        from perfmodel.subgroups import automatic_subgroup_size
 
         self.row, self.machine = row, machine(row.machine)
         self.rounds: dict[Setting, list[dict[str, list[float]]]] = {}
@@ -106,17 +108,18 @@ class _Trained:
         self._beliefs: dict[Setting, dict[str, Any]] = {}
         config = CONFIG if row.layers is None else dataclasses.replace(CONFIG, layers=row.layers, width=64, heads=1)
         self.model = dry_gpt(torch.device(gpu.KIND, 0), config=config)
-        self._subgroups = OF_CONTEST if row.contest else SUBGROUPS
-        self._size = -(-self.model.numel // self._subgroups)
+        self._size = automatic_subgroup_size(self.model.numel, self.machine.device_bytes)
+        if row.contest:
+            self._size = -(-self.model.numel // OF_CONTEST)
         self._budget = 0
         self._policies: dict[Setting, Any] = {}
-        self.profile = self.machine.profile
-        with contextlib.suppress(ImportError):  # `--dos` may be older, and use them all
-            from dos.machine.threads import most_beside
-
-            self.profile = self.machine.calibrated(most_beside(gpu.CORES))
+        self.profile = interpolated(self.machine.profile, row.threads or THREADS)
         self._switch = Switch(self.profile)
         setting = SETTINGS[row.setting]
+        self._attached = False
+        self.optimizer: Any = None
+        if setting.name == "none":
+            return
         self.optimizer = DOSAdam(
             self.model.parameters(),
             lr=1e-4,
@@ -127,7 +130,6 @@ class _Trained:
             state_format="int8" if setting.format.name == "int8" else None,
             memory_budget=lambda: self._budget,
         )
-        self._attached = False
 
     def _policy(self, setting: Setting) -> Any:
         from dos.planning.policies import AdaptivePolicy
@@ -142,17 +144,16 @@ class _Trained:
     def turn(self, setting: Setting, warm_up: int, steps: int) -> None:
         """Train under a setting; iterations that count come last."""
         # As in the contest: half a subgroup more than the whole ones that fit.
-        share = round((setting.share or 0.0) * self._subgroups) + 0.5
+        share = round((setting.share or 0.0) * self.model.numel / self._size) + 0.5
         self._budget = int(share * setting.format.state_bytes * self._size)
         self._switch.choose(self._policy(setting))
-        if self.attach and not self._attached:
+        if self.attach and not self._attached and self.optimizer:
             how: dict[str, Any] = {} if self.row.updates == "step" else {"updates": self.row.updates}
             self.optimizer.attach(self.model, **how)  # not named where it is the default: `--dos` may be older
             self._attached = True
         for _ in range(warm_up):
             self.model().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            _step(self.model, self.optimizer)
         if not steps:
             return
         gc.collect()
@@ -175,10 +176,11 @@ class _Trained:
             for key in rounds[0]
         }
         known: dict[str, float | None] = {"floor_ms": None, "physical_ms": None, "measured_ms": None}
-        if row.layers is None and row.policy is None:
+        if row.layers is None and row.policy is None and self.optimizer:
+            measured_s = self.machine.measured_s(setting, row.updates) if row.attached else None
             numel, of = self.model.numel, self.machine
             seconds = of.floor_s(setting, numel, row.attached), of.physical_s(setting, numel)
-            known = dict(zip(known, map(_ms, (*seconds, of.measured_s(setting, row.attached))), strict=True))
+            known = dict(zip(known, map(_ms, (*seconds, measured_s)), strict=True))
         return {
             "machine": row.machine,
             "setting": setting.name if row.policy is None else f"{setting.name}, {row.policy}",
@@ -198,13 +200,15 @@ def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
 
     from experiments.dry import gpu
 
-    names = "iteration_ms", "host_backward_ms", "device_backward_ms", "step_ms", "step_before_issue_ms", "lane_gap_ms"
-    found: dict[str, list[float]] = {name: [] for name in names}
+    host = "host_forward_ms", "host_backward_ms", "step_ms", "step_before_issue_ms"
+    found: dict[str, list[float]] = {n: [] for n in ("iteration_ms", *host, "device_backward_ms", "lane_gap_ms")}
     marks = []
     queued_s = _queued_s()
     called_s = returned_s = None
     for _ in range(count + 1):
+        forward_s = gpu.now_s()
         loss = model()
+        found["host_forward_ms"].append(1e3 * (gpu.now_s() - forward_s))
         first_s, updates = gpu.issued_s(), gpu.host_updates()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -219,15 +223,21 @@ def _iterate(model: Any, optimizer: Any, count: int) -> dict[str, list[float]]:
             found["lane_gap_ms"] += [1e3 * (begins - ended) for (_, ended), (begins, _) in itertools.pairwise(updates)]
         gpu.issued_s()
         called_s = gpu.now_s()
-        optimizer.step()
-        optimizer.zero_grad()
+        _step(model, optimizer)
         returned_s = gpu.now_s()
-    optimizer.synchronize()
+    if optimizer:
+        optimizer.synchronize()
     torch.cuda.synchronize()
     found["noise_ms"] = [1e3 * (_queued_s() - queued_s) / (count + 1)]
     found["device_backward_ms"] = [begin.elapsed_time(end) for begin, end in marks]
     found["iteration_ms"] = [last.elapsed_time(end) for (_, last), (_, end) in itertools.pairwise(marks)]
     return found
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    if optimizer:
+        optimizer.step()
+    model.zero_grad()
 
 
 def _queued_s() -> float:
@@ -239,6 +249,8 @@ def _beliefs(optimizer: Any, profile: HardwareProfile) -> dict[str, Any]:
     """The plan, the forward in which the planner believes, and the iteration that it predicts."""
     from perfmodel.simulate import Scope, exposed
 
+    if not optimizer:
+        return {"plan": "", "believed_forward_ms": None, "predicted_ms": None}
     counts = Counter(placement.name.lower().removeprefix("gpu_") for placement in optimizer.plan().placements)
     text = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
     decisions = optimizer._session.assembly.on_device.decisions

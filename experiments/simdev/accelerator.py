@@ -29,21 +29,18 @@ LAUNCHED = ctypes.CFUNCTYPE(None, ctypes.c_long)
 lib.sim_launch.argtypes = [LAUNCHED, ctypes.c_long]
 lib.sim_shadow.restype = ctypes.c_long
 lib.sim_faults()
-lib.sim_dry.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2
-lib.sim_spend.argtypes = lib.sim_busy.argtypes = lib.sim_update.argtypes = [ctypes.c_double]
-lib.sim_host_update.argtypes = [ctypes.c_double] * 3
+_DOUBLES: Any = ctypes.POINTER(ctypes.c_double)
+lib.sim_dry.argtypes = [_DOUBLES, ctypes.c_int, _DOUBLES]
+lib.sim_spend.argtypes = lib.sim_busy.argtypes = lib.sim_update.argtypes = lib.sim_compare.argtypes = [ctypes.c_double]
+_UPDATE: list[Any] = [*[ctypes.c_double] * 3, ctypes.c_int]
+lib.sim_host_update.argtypes = _UPDATE
 lib.sim_order.restype = ctypes.c_void_p
 for _name in ("delete", "serve", "stop", "close"):
     getattr(lib, f"sim_order_{_name}").argtypes = [ctypes.c_void_p]
 lib.sim_order_enter.argtypes = lib.sim_order_leave.argtypes = [ctypes.c_void_p, ctypes.c_long]
 lib.sim_order_await_begin.argtypes = [ctypes.c_void_p, ctypes.c_double]
 lib.sim_order_await_end.argtypes = [ctypes.c_void_p, ctypes.c_long]
-lib.sim_order_update.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_long,
-    *[ctypes.c_double] * 3,
-    ctypes.POINTER(ctypes.c_double),
-]
+lib.sim_order_update.argtypes = [ctypes.c_void_p, ctypes.c_long, *_UPDATE, _DOUBLES]
 lib.sim_arrivals.restype = ctypes.c_void_p
 for _name in ("delete", "end", "close", "fail", "waiting"):
     getattr(lib, f"sim_arrivals_{_name}").argtypes = [ctypes.c_void_p]
@@ -53,7 +50,7 @@ lib.sim_arrivals_tell.argtypes = [ctypes.c_void_p, ctypes.c_long, *_EVENTS]
 lib.sim_arrivals_take.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_long)]
 lib.sim_arrivals_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
 lib.sim_arrivals_take.restype = lib.sim_arrivals_waiting.restype = ctypes.c_long
-lib.sim_host_updates.argtypes = [ctypes.POINTER(ctypes.c_double)] * 2 + [ctypes.c_int]
+lib.sim_host_updates.argtypes = [_DOUBLES, _DOUBLES, ctypes.c_int]
 lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
 holding = ctypes.PyDLL(_path)
 """The library, for calls that keep Python's lock."""

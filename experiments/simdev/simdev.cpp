@@ -64,18 +64,20 @@ void on_fault(int sig, siginfo_t* info, void*);
 // ---- a dry accelerator: what a GPU does is time that passes, on the clock of the wall
 struct Dry {
   timed::Simulation simulation;
-  // Seconds that the host takes for a call, and how many times as long while the CPU lane updates.
-  double copy_s, event_s, launch_s, stats_s, stretch;
+  double copy_s, event_s, launch_s, stats_s;  // that the host takes for a call
+  double stretch;           // by which everything takes longer on the host, for each thread that updates there
   double device_bandwidth;  // of its memory, in bytes per second, for operations that nobody has timed
+  std::atomic<double> slower;  // how many times as long as here whatever runs between calls takes on that host
   Clock::time_point start = Clock::now();
   std::mutex mutex;
   std::condition_variable changed;
   std::shared_mutex freeing;  // by who gives memory back, for which other threads' calls wait
-  std::atomic<int> updating{0};
+  std::atomic<int> updating{0};  // threads
   std::vector<std::pair<double, double>> updates;  // on the CPU: from when to when
   double looked = timed::NEVER;  // when the next work ends, as who waits has found it last
   double issued = timed::NEVER;  // when a copy, a launch or an update on the CPU was first issued since it was asked
 
+  double stretched() const { return 1 + stretch * updating; }
   double now() const { return std::chrono::duration<double>(Clock::now() - start).count(); }
   void notice() { issued = std::min(issued, now()); }
   // Of the simulation, at this time.
@@ -114,19 +116,35 @@ struct Dry {
 };
 std::unique_ptr<Dry> dry;
 
-// Keeps the host for some time, counted from when it is made: a call of a runtime.
+constexpr int COMPARISONS = 256;  // of Python's speed, whose mean counts
+constexpr double AWAKE_S = 100e-6;  // before time is up, from which a thread does not sleep
+// CPU time of this thread that has been paid for: all of it up to now.
+thread_local double paid = -1;
+double used() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return time.tv_sec + 1e-9 * time.tv_nsec;
+}
+// Keeps the host for some time, counted from when it is made: a call of a runtime. First it pays for what this thread
+// has run since the last one, such as Python.
 struct Call {
   double seconds, begin;
-  explicit Call(double Dry::*cost) : Call(dry ? dry.get()->*cost : 0) {}
-  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {
+  explicit Call(double Dry::*cost) : Call(dry ? dry.get()->*cost : 0) {
     if (dry) std::shared_lock<std::shared_mutex> held(dry->freeing);
+  }
+  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {
+    if (dry && paid >= 0) this->seconds += (used() - paid) * (dry->slower - 1 / dry->stretched());
   }
   ~Call() {
     if (!dry) return;
     for (double last = begin, now; seconds > 0; last = now) {
       now = dry->now();
-      seconds -= (now - last) / (dry->updating ? dry->stretch : 1);
+      seconds -= (now - last) / dry->stretched();
+      // This machine has few cores: others of this process have ours meanwhile.
+      double left = seconds * dry->stretched() - AWAKE_S;
+      left > 0 ? std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, AWAKE_S))) : std::this_thread::yield();
     }
+    paid = used();
   }
 };
 
@@ -144,7 +162,12 @@ struct Moment {
     changed.notify_all();
   }
   void wait() {
-    if (timed) return dry->wait(timed);
+    if (timed) {
+      { Call call(0.0); }
+      dry->wait(timed);
+      paid = used();
+      return;
+    }
     std::unique_lock<std::mutex> held(mutex);
     changed.wait(held, [&] { return done; });
   }
@@ -725,7 +748,6 @@ Tensor to_meta(const Tensor& t) {
 std::set<std::string> slow;  // operations that had to wait for the device, for the report
 std::mutex slow_mutex;
 constexpr double LEAST_S = 2e-6;  // of an operation of a dry accelerator
-constexpr double AWAKE_S = 100e-6;  // before the end of an update on the CPU, whose thread need not be woken
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -964,29 +986,32 @@ void sim_faults() {
   sigaction(SIGSEGV, &action, &previous_segv);
   sigaction(SIGBUS, &action, &previous_bus);
 }
-// From now on, which must be before the first stream is used. figures: of timed::Machine, in its order. costs: of Dry,
-// from copy_s on.
-void sim_dry(const double* figures, const double* costs) {
-  dry.reset(new Dry{timed::Simulation(timed::Machine{{figures[0], figures[1]},
-                                                     {figures[2], figures[3]},
-                                                     {figures[4], figures[5], figures[6]},
-                                                     figures[7]}),
-                    costs[0], costs[1], costs[2], costs[3], costs[4], costs[5]});
+// From now on, which must be before the first stream is used. figures, count: of timed::Simulation. costs: of Dry, from
+// copy_s on.
+void sim_dry(const double* figures, int count, const double* costs) {
+  dry.reset(new Dry{{figures, count}, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6]});
 }
+// Keep the host for what this thread has run since it last called. Or say that this has been paid for.
+void sim_pay() { Call call(0.0); }
+void sim_paid() { paid = used(); }
+// Let it take so many times as long as here, by another comparison.
+void sim_compare(double slower) { dry->slower = dry->slower + (slower - dry->slower) / COMPARISONS; }
 // Keep the host, or the device's current stream.
-void sim_spend(double seconds) { Call call(seconds); }
+void sim_spend(double seconds) { sim_paid(), Call(seconds); }
 void sim_busy(double seconds) { queue(current_stream).compute(seconds); }
 // Queue the kernel of an update.
 void sim_update(double seconds) { dry->notice(), queue(current_stream).compute(seconds); }
 // Update on the CPU, as timed::Simulation::update has it, until it has ended.
-void sim_host_update(double parameters, double rate, double traffic) {
-  ++dry->updating;
+void sim_host_update(double parameters, double rate, double traffic, int threads) {
+  sim_pay();
+  dry->updating += threads;
   double begin = dry->now();
   timed::MomentPtr ended;
-  dry->at_once([&](auto& simulation) { dry->notice(), ended = simulation.update(parameters, rate, traffic); });
+  dry->at_once([&](auto& simulation) { dry->notice(), ended = simulation.update(parameters, rate, traffic, threads); });
   dry->wait(ended, AWAKE_S);
-  --dry->updating;
+  dry->updating -= threads;
   dry->at_once([&](auto&) { dry->updates.emplace_back(begin, ended->at); });
+  sim_paid();
 }
 // The order of updates on the CPU, as the extension has it.
 void* sim_order() { return new dos::Order; }
@@ -1002,14 +1027,19 @@ void sim_order_serve(void* order) {
 }
 void sim_order_enter(void* order, long place) { static_cast<dos::Order*>(order)->enter(place); }
 void sim_order_leave(void* order, long place) { static_cast<dos::Order*>(order)->leave(place); }
-void sim_order_await_begin(void* order, double seconds) { static_cast<dos::Order*>(order)->await_begin(seconds); }
-void sim_order_await_end(void* order, long place) { static_cast<dos::Order*>(order)->await_end(place); }
+void sim_order_await_begin(void* order, double seconds) { sim_pay(), static_cast<dos::Order*>(order)->await_begin(seconds); }
+void sim_order_await_end(void* order, long place) { sim_pay(), static_cast<dos::Order*>(order)->await_end(place); }
 void sim_order_stop(void* order) { static_cast<dos::Order*>(order)->stop(); }
 void sim_order_close(void* order) { static_cast<dos::Order*>(order)->close(); }
 // times: of the start and the end. Returns whether it has run.
-int sim_order_update(void* order, long place, double parameters, double rate, double traffic, double* times) {
+int sim_order_update(void* order, long place, double parameters, double rate, double traffic, int threads,
+                     double* times) {
   dos::Order::Times ran;
-  const auto update = [&] { sim_host_update(parameters, rate, traffic); };
+  sim_pay();
+  const auto update = [&] {
+    sim_paid();  // what serves is none of the machine's time
+    sim_host_update(parameters, rate, traffic, threads);
+  };
   if (!static_cast<dos::Order*>(order)->run(place, update, &ran)) return 0;
   times[0] = ran.start, times[1] = ran.end;
   return 1;
@@ -1026,6 +1056,7 @@ void sim_arrivals_tell(void* arrivals, long number, const uintptr_t* events, lon
   static_cast<dos::Arrivals*>(arrivals)->tell(number, {events, events + n});
 }
 long sim_arrivals_take(void* arrivals, long* place) {
+  sim_pay();
   const auto [number, before] = static_cast<dos::Arrivals*>(arrivals)->take();
   *place = before;
   return number;
@@ -1033,7 +1064,10 @@ long sim_arrivals_take(void* arrivals, long* place) {
 void sim_arrivals_end(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->end(); }
 void sim_arrivals_close(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->close(); }
 void sim_arrivals_fail(void* arrivals) { static_cast<dos::Arrivals*>(arrivals)->fail(); }
-int sim_arrivals_wait(void* arrivals, double seconds) { return static_cast<dos::Arrivals*>(arrivals)->wait(seconds); }
+int sim_arrivals_wait(void* arrivals, double seconds) {
+  sim_pay();
+  return static_cast<dos::Arrivals*>(arrivals)->wait(seconds);
+}
 long sim_arrivals_waiting(void* arrivals) { return static_cast<dos::Arrivals*>(arrivals)->waiting(); }
 // When the last updates on the CPU began and ended, at most n of them; how many there are. Forgets them.
 int sim_host_updates(double* begins, double* ends, int n) {

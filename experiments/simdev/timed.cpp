@@ -13,14 +13,8 @@ int keep(Asked* asked, timed::MomentPtr moment) {
 }  // namespace
 
 extern "C" {
-// figures: of timed::Machine, in its order.
-Asked* timed_new(const double* figures) {
-  return new Asked{timed::Simulation(timed::Machine{{figures[0], figures[1]},
-                                                    {figures[2], figures[3]},
-                                                    {figures[4], figures[5], figures[6]},
-                                                    figures[7]}),
-                   {}};
-}
+// As timed::Simulation's.
+Asked* timed_new(const double* figures, int count) { return new Asked{{figures, count}, {}}; }
 void timed_delete(Asked* asked) { delete asked; }
 void timed_copy(Asked* asked, int stream, int link, double bytes) {
   asked->simulation.copy(stream, (timed::Link)link, bytes);
@@ -28,8 +22,8 @@ void timed_copy(Asked* asked, int stream, int link, double bytes) {
 void timed_compute(Asked* asked, int stream, double seconds) { asked->simulation.compute(stream, seconds); }
 int timed_mark(Asked* asked, int stream) { return keep(asked, asked->simulation.mark(stream)); }
 void timed_wait(Asked* asked, int stream, int moment) { asked->simulation.wait(stream, asked->moments[moment]); }
-int timed_update(Asked* asked, double parameters, double rate, double traffic) {
-  return keep(asked, asked->simulation.update(parameters, rate, traffic));
+int timed_update(Asked* asked, double parameters, double rate, double traffic, int threads) {
+  return keep(asked, asked->simulation.update(parameters, rate, traffic, threads));
 }
 void timed_advance(Asked* asked, double now) { asked->simulation.advance(now); }
 double timed_at(Asked* asked, int moment) { return asked->moments[moment]->at; }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <limits>
@@ -23,9 +24,11 @@ using MomentPtr = std::shared_ptr<Moment>;
 
 // Rates in bytes per second. alone: of a link while the other is idle; duplex: while it is not. total: of host memory.
 // weights: of H2D, D2H and the CPU, by which host memory is divided where they want more than the total.
+// beside: of H2D at least, while nothing goes D2H: the CPU keeps its rate then.
 struct Machine {
-  double alone[LINKS], duplex[LINKS], weights[LINKS + 1], total;
+  double alone[LINKS], duplex[LINKS], weights[LINKS + 1], total, beside;
 };
+constexpr int FIGURES = sizeof(Machine) / sizeof(double);
 
 // What each of several gets of a total, in proportion to weight x demand, and none more than its demand.
 inline std::vector<double> divided(const std::vector<double>& demands, const std::vector<double>& weights,
@@ -52,7 +55,10 @@ inline std::vector<double> divided(const std::vector<double>& demands, const std
 
 class Simulation {
  public:
-  explicit Simulation(Machine machine) : machine(machine) {}
+  // figures: of the machine by the number of threads that update on the CPU, from 0 on; count: of these numbers.
+  Simulation(const double* figures, int count) : machines(count) {
+    std::memcpy(machines.data(), figures, count * sizeof(Machine));
+  }
 
   // Queue work of a stream. A copy is of bytes across a link; compute lasts for seconds where nothing else computes.
   void copy(int stream, Link link, double bytes) { put(stream, {Item::COPY, link, bytes, nullptr}); }
@@ -64,8 +70,8 @@ class Simulation {
     return moment;
   }
   // Begin an update on the CPU of so many parameters a second if alone, with so many bytes each of host memory.
-  MomentPtr update(double parameters, double rate, double traffic) {
-    updates.push_back({parameters, rate, traffic, std::make_shared<Moment>()});
+  MomentPtr update(double parameters, double rate, double traffic, int threads) {
+    updates.push_back({parameters, rate, traffic, threads, std::make_shared<Moment>()});
     return updates.back().moment;
   }
   bool idle(int stream) { return streams[stream].items.empty(); }
@@ -101,6 +107,7 @@ class Simulation {
   };
   struct Update {
     double left, rate, traffic;
+    int threads;
     MomentPtr moment;
   };
   struct Rates {
@@ -108,7 +115,7 @@ class Simulation {
     std::vector<double> updates;
   };
 
-  Machine machine;
+  std::vector<Machine> machines;
   std::map<int, Stream> streams;
   std::vector<Update> updates;
   int serving[LINKS] = {-1, -1};  // the stream of the copy that runs
@@ -155,6 +162,10 @@ class Simulation {
     Rates rates;
     std::vector<double> demands, weights;
     bool both = serving[H2D] >= 0 && serving[D2H] >= 0;
+    int threads = 0;
+    for (auto& each : updates) threads += each.threads;
+    const Machine& machine = machines[std::min<size_t>(threads, machines.size() - 1)];
+    double updated = 0;
     for (int link = 0; link < LINKS; ++link) {
       demands.push_back(serving[link] < 0 ? 0 : (both ? machine.duplex : machine.alone)[link]);
       weights.push_back(machine.weights[link]);
@@ -162,8 +173,13 @@ class Simulation {
     for (auto& each : updates) {
       demands.push_back(each.rate * each.traffic);
       weights.push_back(machine.weights[LINKS]);
+      updated += demands.back();
     }
     auto shares = divided(demands, weights, machine.total);
+    if (updated > 0 && serving[D2H] < 0) {
+      shares = demands;
+      shares[H2D] = std::min(demands[H2D], std::max(machine.beside, machine.total - updated));
+    }
     for (int link = 0; link < LINKS; ++link) rates.links[link] = shares[link];
     for (size_t i = 0; i < updates.size(); ++i) rates.updates.push_back(shares[LINKS + i] / updates[i].traffic);
     int computing = 0;

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 
 import pytest
 
 from experiments.dry import __main__ as dry
-from experiments.dry.machines import BACKWARD_S, BLOCKS, FORWARD_S, SETTINGS, Asked, Machine, Setting, machine
+from experiments.dry.machines import (
+    BACKWARD_S,
+    BLOCKS,
+    CORES,
+    FILES,
+    FORWARD_S,
+    RESULTS,
+    SETTINGS,
+    TAIL_S,
+    THREADS,
+    Asked,
+    Machine,
+    Setting,
+    interpolated,
+    machine,
+)
 from experiments.simdev.build import UnavailableError, arithmetic, library
 from perfmodel import Op, Workload
 from perfmodel.adaptive import adaptive
-from perfmodel.format import MIXED, Format
+from perfmodel.format import MIXED, SPLIT, Format
 from perfmodel.lanes import Stream
 from perfmodel.simulate import Scope, Simulator
 from perfmodel.tasks import Schedule
@@ -21,9 +37,10 @@ from tests.support.crossings import crossed
 from tests.support.figures import read_figures
 
 TO_DEVICE, TO_HOST = 0, 1
-FIGURES = [10.0, 10.0, 8.0, 6.0, 0.8, 1.2, 1.0, 20.0]
-"""Of a machine: links alone and duplex, weights of links and CPU, and the total of host memory."""
-ALL_AT_ONCE = [10.0, 10.0, 10.0, 10.0, 1.0, 1.0, 1.0, 1e9]
+FIGURES = [10.0, 10.0, 8.0, 6.0, 0.8, 1.2, 1.0, 20.0, 5.0]
+"""Of a machine: links alone and duplex, weights of links and CPU, the total of host memory, and what copies to the
+device get beside the CPU at least."""
+ALL_AT_ONCE = [10.0, 10.0, 10.0, 10.0, 1.0, 1.0, 1.0, 1e9, 0.0]
 """Of one whose host memory is never short."""
 PARAMETERS = 1_190_435_200
 
@@ -120,7 +137,7 @@ WANTED = 14.0, 8.0, 6.0
 )
 def test_host_memory_is_divided_by_weight_and_demand(total: float, shares: Sequence[float]) -> None:
     """None gets more than it wants, which leaves more to the others."""
-    asked = Asked([*FIGURES[:-1], total])
+    asked = Asked([*FIGURES[:-2], total, 0.0])
     ends = [asked.update(shares[0] / 2, rate=7, traffic=2)]
     for link in (TO_DEVICE, TO_HOST):
         asked.copy(link, link, shares[1 + link])
@@ -129,37 +146,58 @@ def test_host_memory_is_divided_by_weight_and_demand(total: float, shares: Seque
     assert [asked.at(end) for end in ends] == pytest.approx([1, 1, 1])
 
 
-@pytest.mark.parametrize("name", ["h200", "h100"])
-def test_rates_with_all_three_busy_are_those_that_were_measured(name: str) -> None:
-    found, second, traffic = machine(name), 1e-3, 28
-    asked = Asked(found.figures)
-    rate, *links = found.beside
-    ends = [asked.update(rate * second, found.profile.cpu_update_rate, traffic)]
+@pytest.mark.parametrize(("total", "left"), [(30, 10), (20, 6), (17, 5)])
+def test_the_cpu_keeps_its_rate_beside_copies_to_the_device(total: float, left: float) -> None:
+    """Which get what is left of host memory, but a least share whatever the CPU takes."""
+    asked = Asked([*FIGURES[:-2], total, FIGURES[-1]])
+    asked.copy(1, TO_DEVICE, left)
+    ends = asked.update(7, rate=7, traffic=2), asked.mark(1)
+    asked.advance(100)
+    assert [asked.at(end) for end in ends] == pytest.approx([1, 1])
+
+
+def test_rates_with_all_three_busy_are_those_that_were_measured() -> None:
+    found, second = machine("h200"), 1e-3
+    file = RESULTS / "nvidia-h200-2026-11-27" / "results.json"
+    measured = json.loads(file.read_text())["checks"]["calibration"]["figures"]["figures"]
+    rate, *links = (
+        measured[f"{name}_beside"]["value"] for name in ("cpu_update_rate", "h2d_bandwidth", "d2h_bandwidth")
+    )
+    asked = Asked(found.figures(CORES))
+    ends = [asked.update(rate * second, found.cpu_rate(MIXED, CORES), MIXED.update_traffic)]
     for link, bandwidth in enumerate(links):
         asked.copy(link, link, bandwidth * second)
         ends.append(asked.mark(link))
     asked.advance(1)
-    assert [asked.at(end) for end in ends] == pytest.approx([second] * 3, rel=1e-6)
+    assert [asked.at(end) for end in ends] == pytest.approx([second] * 3, rel=5e-3)
 
 
-@pytest.mark.parametrize("name", ["h200", "h100"])
-def test_plans_are_made_for_the_threads_that_the_cpu_lane_has(name: str) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_rates_are_between_those_of_the_numbers_of_threads_that_were_measured(name: str) -> None:
     of = machine(name)
-    assert of.calibrated(of.profile.cpu_threads) == of.profile
-    found = of.calibrated(12)
-    assert found.cpu_threads == 12
-    assert found.cpu_update_rate == of.cpu_rate(MIXED, 12) < of.profile.cpu_update_rate
+    for each in of.profile.by_threads:
+        assert interpolated(of.profile, each.cpu_threads) == of.profile.with_threads(each.cpu_threads)
+    few, middle, many = (interpolated(of.profile, threads) for threads in (4, 6, 8))
+    assert middle.cpu_update_rate == pytest.approx((few.cpu_update_rate + many.cpu_update_rate) / 2)
+    assert of.cpu_rate(MIXED, CORES) == of.profile.by_threads[-1].cpu_update_rate
+    assert of.figures(6) == of.all_figures[6 * len(FIGURES) : 7 * len(FIGURES)]
 
 
-FLOORS = {"h200": (400, 321, 240, 288, 227), "h100": (346, 300, 229)}
-"""Milliseconds by the project's simulator on the measured profiles, in the order of SETTINGS."""
+def test_iterations_are_those_that_no_profiler_watched() -> None:
+    assert machine("h100").measured_s(SETTINGS["half"], "step") == 0.30361
+    assert machine("h200").measured_s(SETTINGS["half"], "backward") == 0.295
+    assert machine("h200").measured_s(SETTINGS["int8 cpu"], "step") is None
 
 
-@pytest.mark.parametrize("name", FLOORS)
-def test_floors_are_those_of_the_simulator(name: str) -> None:
-    settings = list(SETTINGS.values())[: len(FLOORS[name])]
-    found = [1e3 * machine(name).floor_s(setting, PARAMETERS, attached=True) for setting in settings]
-    assert found == pytest.approx(FLOORS[name], rel=0.05)
+@pytest.mark.parametrize("name", FILES)
+def test_a_floor_is_backward_and_the_shortest_update(name: str) -> None:
+    """That of the CPU alone at its own rate: copies of values take less time."""
+    of = machine(name)
+    cpu_s, tenth_s, half_s = (
+        of.floor_s(SETTINGS[each], PARAMETERS, attached=True) for each in ("cpu", "tenth", "half")
+    )
+    assert cpu_s == pytest.approx(BLOCKS * BACKWARD_S + PARAMETERS / of.cpu_rate(SPLIT, THREADS) + TAIL_S)
+    assert cpu_s > tenth_s > half_s > BLOCKS * (BACKWARD_S + FORWARD_S)
 
 
 @pytest.mark.timeout(600)
@@ -200,7 +238,7 @@ LOOK_S = 5e-5
 
 def played_s(made: Schedule, work: Workload, of: Machine, state: Format) -> float:
     """Seconds of a schedule on a dry accelerator whose host takes no time, and has the CPU lane's rule."""
-    device, now, moments = Asked(of.figures), 0.0, dict[int, int]()
+    device, now, moments = Asked(of.figures(of.profile.cpu_threads)), 0.0, dict[int, int]()
     waiting, turns, running = dict(enumerate(made.tasks)), list[int](), -1
     each_s, rate = work.seconds_by_size, of.cpu_rate(state, of.profile.cpu_threads)
     traffic = state.update_traffic * of.profile.cpu_traffic_factor
@@ -243,11 +281,14 @@ def played_s(made: Schedule, work: Workload, of: Machine, state: Format) -> floa
 
 
 @pytest.mark.parametrize(("attached", "ahead_s"), [(True, 0.04), (False, 0.0)])
-@pytest.mark.parametrize(("name", "setting"), crossed(["h200", "h100"], SETTINGS.values()))
+@pytest.mark.parametrize(("name", "setting"), crossed(FILES, list(SETTINGS.values())[1:]))
 def test_a_prediction_is_what_the_dry_accelerator_takes_if_the_host_takes_no_time(
     name: str, setting: Setting, attached: bool, ahead_s: float
 ) -> None:
     of, n = machine(name), 50
+    ample = dict.fromkeys(["host_bandwidth"], 1e15)  # planner and accelerator share scarce host memory by other rules
+    rates = tuple(dataclasses.replace(each, **ample) for each in of.profile.by_threads)
+    of = dataclasses.replace(of, profile=of.profile.replace(by_threads=rates, **ample))
     times = {"forward_s": BLOCKS * FORWARD_S * attached, "backward_s": BLOCKS * BACKWARD_S, "ahead_s": ahead_s}
     work = Workload.of_sizes([PARAMETERS // n] * n, setting.format, **times)
     free = (setting.share or 0.0) * work.state_bytes
@@ -255,5 +296,5 @@ def test_a_prediction_is_what_the_dry_accelerator_takes_if_the_host_takes_no_tim
     simulator = Simulator(work, of.profile, Scope.beside(work))
     plan = adaptive(work, of.profile)
     assert simulator.makespan(plan) == pytest.approx(
-        played_s(simulator.schedule(plan), work, of, setting.format), rel=0.03
+        played_s(simulator.schedule(plan), work, of, setting.format), rel=0.04
     )
