@@ -49,7 +49,7 @@ def share_or_count(value: Any, least_float: float = LEAST_FLOAT_COUNT) -> float 
 
 def flag(value: object, what: str) -> bool:
     """Return True or False: of a bool, also numpy's, or of 1 or 0. Raises TypeError for anything else."""
-    if not isinstance(value, str | list | tuple | dict | None) and value in (True, False):
+    if isinstance(value, numbers.Real | np.bool_) and value in (True, False):
         return bool(value)
     raise TypeError(f"{what} must be True or False, found {value!r}")
 

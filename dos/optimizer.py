@@ -338,7 +338,7 @@ class DOSAdam(Optimizer):
         check_number(max_norm, "max_norm", or_bool=False)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
-        return self._session.edits.clip(max_norm)
+        return self._session.edits.clip(float(max_norm))
 
     def edit_gradients(self, edit: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         """Call ``edit(parameter, gradient)`` once for each parameter that has a gradient; between backward and step. ::

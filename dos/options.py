@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dos.arguments import is_number, share_or_count, whole_number
+from dos.arguments import flag, is_number, share_or_count, whole_number
 from dos.devices import Device
 from dos.machine.profiles import check_named
 from dos.planning.policies import Policy, resolve_policy
@@ -71,18 +71,8 @@ class Options:
 
     def __post_init__(self) -> None:
         resolve_policy(self.policy)
-        if self.offload_gradients not in (True, False):
-            raise ValueError(
-                f"offload_gradients must be True or False, found {self.offload_gradients!r}; with True gradients add "
-                "up in their own dtype, as in p.grad"
-            )
-        self._replace("offload_gradients", bool(self.offload_gradients))
-        if self.skip_nonfinite not in (True, False):
-            raise ValueError(
-                f"skip_nonfinite must be True or False, found {self.skip_nonfinite!r}; with True a step whose "
-                "gradients are infinite or NaN is skipped"
-            )
-        self._replace("skip_nonfinite", bool(self.skip_nonfinite))
+        for name in ("offload_gradients", "skip_nonfinite"):
+            self._replace(name, flag(getattr(self, name), name))
         for name, unit in (("subgroup_size", "parameters"), ("host_memory", "bytes")):
             if getattr(self, name) is not None:
                 self._replace(name, whole_number(getattr(self, name), name, unit, least=1))

@@ -107,6 +107,7 @@ INNER: dict[str, set[str]] = {
     "in_backward": {
         "backward",
         "devices",
+        "gradients",
         "guard",
         "options",
         "parameters",

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from dos.devices import Device, EmulatedDevice, Job
-from dos.gradients.other_steps import steps_of_all, watch_steps
+from dos.gradients.other_steps import NOT_FOUND, steps_of_all, watch_steps
 from dos.guard import warn
 from dos.sharding.local import local
 from dos.state.arena import aligned
@@ -45,12 +45,6 @@ _UNUSED = (
     "a gradient was added to one of an earlier backward, which this optimizer has not used in a step while another one "
     "has made a step; if the earlier one was to be dropped, call optimizer.zero_grad() or module.zero_grad() before: "
     "with offload_gradients=True gradients are on the host, where p.grad = None does not drop them"
-)
-
-_NOT_FOUND = (
-    "an optimizer of type {} has made a step and found no gradient in p.grad of {} of its parameters, the first of "
-    "shape {}: DOSAdam(offload_gradients=True) keeps their gradients on the host, for itself alone; give each "
-    "parameter to one optimizer, or build DOSAdam with offload_gradients=False"
 )
 
 
@@ -341,7 +335,8 @@ class OffloadedGradients:
         found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in here and p.grad is None]
         if found:
             self._told = True
-            warn(_NOT_FOUND.format(type(optimizer).__name__, len(found), tuple(found[0].shape)))
+            how = "DOSAdam(offload_gradients=True)"
+            warn(NOT_FOUND.format(type(optimizer).__name__, len(found), tuple(found[0].shape), how))
 
     def check(self) -> None:
         """Raise RuntimeError if a gradient was taken in part, so that the sums are not those of backward."""

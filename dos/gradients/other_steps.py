@@ -8,6 +8,11 @@ from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+NOT_FOUND = (
+    "an optimizer of type {} has made a step and found no gradient in p.grad of {} of its parameters, the first of "
+    "shape {}: {} takes them for DOSAdam alone; give each parameter to one optimizer, or leave that out"
+)
+
 
 class Watcher(Protocol):
     """Is told of each step."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from dos.backward import Backward
+from dos.gradients.other_steps import NOT_FOUND, watch_steps
 from dos.guard import Guard, warn
 from dos.in_backward.expected import NOTHING, Expectations, Learned
 from dos.in_backward.finals import Finals
@@ -80,9 +82,12 @@ class InBackward:
         """Gradients that wait for `step()`, taken from `p.grad` when backward ended; others may wait on the host."""
         self._waits = False
         """Whether any gradients wait."""
-        self._warned = False
+        self._used: tuple[Collection[ParameterRecord], Collection[Tensor]] = (), ()
+        """The records that the last iteration has updated in backward, and the parameters that its step has."""
+        self._warned = self._told = False
         self._settings_before: list[Any] = []
         self._forget()
+        watch_steps(self)
 
     def _forget(self) -> None:
         """Begin another iteration."""
@@ -103,6 +108,7 @@ class InBackward:
 
     def begin(self, run: Run) -> None:
         """Begin a backward."""
+        self.drop_used()
         run.updates, run.alone = not self.held and not accumulating(), not self._runs
         for other in self._runs:
             other.alone = False
@@ -279,7 +285,7 @@ class InBackward:
                 raise RuntimeError(SET.format(tuple(record.parameter.shape)))
         for p, gradient in self._kept.items():
             p.grad = gradient
-        self._kept = {}
+        self._used, self._kept = (self.finals.updated, list(self._kept)), {}
 
     @property
     def offloaded(self) -> list[ParameterRecord]:
@@ -289,6 +295,25 @@ class InBackward:
     def keeps(self, record: ParameterRecord) -> bool:
         """Return whether the parameter's gradient waits for `step()`, so that user code cannot drop it any more."""
         return self.unended and id(record.parameter) in self.members
+
+    def taken_of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of another optimizer's parameters of which this one alone has used the gradients."""
+        updated, kept = (self.finals.updated, self._kept) if self.unended else self._used
+        here = {id(record.parameter) for record in updated}.union(map(id, kept)) if updated or kept else ()
+        return [p for p in parameters if id(p) in here and p.grad is None] if here else []
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Warn once if an optimizer that is not ours has made a step without the gradients that this one has used."""
+        if not self._told and not hasattr(optimizer, "edit_gradients"):  # ours raise
+            found = self.taken_of(p for group in optimizer.param_groups for p in group["params"])
+            if found:
+                self._told = True
+                how = "attach(updates='backward')"
+                warn(NOT_FOUND.format(type(optimizer).__name__, len(found), tuple(found[0].shape), how))
+
+    def drop_used(self) -> None:
+        """Note that no other optimizer is to use the gradients of the last iteration."""
+        self._used = (), ()
 
     def warn_of_zeroing(self, parameters: Iterable[Tensor]) -> None:
         """Warn once that user code zeroes gradients of an iteration that is not ended, if they are of members."""

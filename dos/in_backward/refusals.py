@@ -88,6 +88,12 @@ STATE_READ = (
     "ended that iteration, as attach(updates='backward') says; call optimizer.step() first"
 )
 
+TAKEN = (
+    "another optimizer has used the gradients of {} of this one's parameters, the first of them of shape {}, while "
+    "backward ran, as its attach(updates='backward') says; give each parameter to one optimizer, attach that one "
+    "without updates=, or delete it"
+)
+
 TOUCHED = (
     "the gradients are used while backward runs, as attach(updates='backward') says, so that they can be neither "
     "clipped, measured nor edited before step(); attach the model without updates=, or edit each gradient in a hook of "

@@ -97,8 +97,11 @@ class Edits:
         Returns whether any of them has state here.
         """
         records = [record for p in parameters if (record := self._registry.record(p)) is not None]
-        if self._assembly.in_backward is not None and self._assembly.in_backward.unended:
-            self._assembly.in_backward.warn_of_zeroing(self._own(parameters))
+        mode = self._assembly.in_backward
+        if mode is not None and mode.unended:
+            mode.warn_of_zeroing(self._own(parameters))
+        elif mode is not None and records:
+            mode.drop_used()
         if overwrites and records and self._assembly.ledger.unfinished:
             self._waiting.synchronize()
         if records and self._registry.offloaded.enabled:
@@ -131,12 +134,14 @@ class Edits:
     def forget_gradients(self) -> None:
         """Forget all gradients, because user code has discarded them."""
         self._clipping.forget()
-        offloaded = self._registry.offloaded
-        if self._assembly.in_backward is not None and self._assembly.in_backward.unended:
-            self._assembly.in_backward.warn_of_zeroing(self._assembly.parameters)
+        offloaded, mode = self._registry.offloaded, self._assembly.in_backward
+        if mode is not None and mode.unended:
+            mode.warn_of_zeroing(self._assembly.parameters)
             offloaded.forget([record for record in offloaded.records if not self._keeps(record)])
         else:
             offloaded.forget_all()
+            if mode is not None:
+                mode.drop_used()
         if self._assembly.weights is not None:
             self._empty_copies(self._registry.records.values())
         if self._assembly.on_device is not None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dos.devices import Caller, Job
 from dos.gradients.late_edits import EDITED, LateEdits
 from dos.guard import ANY, entry, warn
+from dos.in_backward import TAKEN
 from dos.owners.assembly import Assembly
 from dos.parameters.admission import Group
 from dos.parameters.group_parameters import GroupParameters
@@ -55,11 +56,20 @@ class Waiting:
         return mode is not None and mode.reads() and mode.check_use(parameters)
 
     def finish_others(self) -> None:
-        """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours."""
+        """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours.
+
+        Raises RuntimeError if another one has used gradients of these in backward, which this step would not find.
+        """
         for other in self._registry.watching.others():
             # Only the other session knows its updates: this step would read parameters that they still write.
             if other.ledger.unfinished:
                 other.waiting.synchronize()
+            mode = other.assembly.in_backward
+            taken = [] if mode is None else mode.taken_of(self._assembly.parameters)
+            away = self._registry.offloaded.records
+            taken = [p for p in taken if self._registry.record(p) not in away]
+            if taken:
+                raise RuntimeError(TAKEN.format(len(taken), tuple(taken[0].shape)))
 
     def end_last_step(self) -> None:
         """Wait for the last step before another begins, unless the device queues all of it before the next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,20 @@ def _is_unfilled(value: object) -> bool:
     return given is not None and given == version(value)
 
 
+def _misshapen(state_dict: Mapping[Any, Any]) -> str | None:
+    """Return what has another form than in any optimizer's state dict; None if nothing has."""
+    if not {"state", "param_groups"} <= state_dict.keys():
+        return str(sorted(map(str, state_dict)))
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    if not (isinstance(state, Mapping) and isinstance(groups, list | tuple)):
+        return f"them as {type(state).__name__} and {type(groups).__name__}"
+    wrong = [each for each in (*state.values(), *groups) if not isinstance(each, Mapping)]
+    wrong += [
+        group.get("params") for group in groups if not wrong and not isinstance(group.get("params"), list | tuple)
+    ]
+    return f"{type(wrong[0]).__name__} in them" if wrong else None
+
+
 def checked(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> tuple[dict[Any, Any], list[Group]]:
     """Return the state and the groups that `Optimizer.load_state_dict` would make of a state dict, but not rounded.
 
@@ -48,9 +63,9 @@ def checked(optimizer: Optimizer, state_dict: dict[str, Any], rule: Rule) -> tup
 
     Raises ValueError naming the first parameter that does not match.
     """
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise ValueError(f"an optimizer's state dict has 'state' and 'param_groups', found {sorted(state_dict)}")
+    wrong = _misshapen(state_dict)
+    if wrong is not None:
+        raise ValueError(f"an optimizer's state dict has 'state' and 'param_groups', found {wrong}")
     groups, saved = optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
     if len(groups) != len(saved):
         raise ValueError(f"the state dict has {len(saved)} param groups, the optimizer has {len(groups)}")

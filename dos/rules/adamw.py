@@ -73,7 +73,7 @@ class AdamW:
             if not 0.0 <= float(value) < math.inf:
                 raise ValueError(f"{where}: {name} must be 0 or more and finite, found {float(value)}")
         betas = group["betas"]
-        if not isinstance(betas, Sequence | Tensor | np.ndarray) or len(betas) != 2:
+        if not isinstance(betas, Sequence | Tensor | np.ndarray) or getattr(betas, "ndim", 1) != 1 or len(betas) != 2:
             raise ValueError(f"{where}: betas must be two numbers, found {betas}")
         for i, beta in enumerate(betas):
             if type(beta) is not float:

@@ -109,5 +109,6 @@ class Rule(Protocol):
 
 def check_number(value: object, what: str, *, or_bool: bool = True) -> None:
     """Raise TypeError unless the value is a number, or a tensor of one."""
-    if (isinstance(value, bool) and not or_bool) or not isinstance(value, (numbers.Real, Tensor)):
+    number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    if not number or (isinstance(value, bool) and not or_bool):
         raise TypeError(f"{what} must be a number, found {value!r}")

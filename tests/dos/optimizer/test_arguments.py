@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ CLEAR = [
     ("subgroup_size", [1e2, np.int64(100), np.float32(100)]),
     ("host_memory", [4e9, np.int64(4 * 10**9), np.float64(4e9)]),
     ("memory_budget", [4e6, np.int64(10**6), np.float32(0.5), 1.0, lambda: 1e6, lambda: np.int64(10**6)]),
-    ("max_grad_norm", [1, np.float32(1), torch.tensor(1.0)]),
+    ("max_grad_norm", [1, np.float32(1), Fraction(1, 2), 10**30, torch.tensor(1.0)]),
     ("policy", [0, np.float32(0.5)]),
     ("offload_gradients", [1, np.True_]),
     ("master_weights", [0, np.False_]),
@@ -88,8 +89,9 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ),
     *(
         (f"{name}={value!r}", setting(name, value), TypeError, f"{name} must be True or False")
-        for name in ("master_weights", "amsgrad", "maximize", "decoupled_weight_decay")
-        for value in ("false", [True], 2)
+        for name in ("master_weights", "amsgrad", "maximize", "decoupled_weight_decay", "offload_gradients",
+                     "skip_nonfinite")
+        for value in ("native", [True], 2, np.ones(2), torch.ones(2))
     ),
     *(
         (f"device={value!r}", setting("device", value), error, message)
@@ -134,7 +136,20 @@ REFUSED: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     *((f"groups={each!r}", setting("process_groups", each), TypeError, "process_groups must be")
       for each in (5, "world", [None])),
     *((f"max_norm={each!r}", lambda each=each: optimizer().clip_grad_norm_(each), TypeError, "max_norm must be a num")
-      for each in (None, "1", True)),
+      for each in (None, "1", True, torch.ones(2))),
+    *((f"eps={each!r}", setting("eps", each), TypeError, "eps must be a number") for each in ("1", torch.ones(2))),
+    *((f"betas={each!r}", setting("betas", each), ValueError, "betas must be two numbers")
+      for each in (np.array(0.9), torch.tensor(0.9))),
+    *((f"load {each!r}", lambda each=each: optimizer().load_state_dict(each), ValueError,
+       f"has 'state' and 'param_groups', found {found}")
+      for each, found in (
+          ({"state": []}, r"\['state'\]"), ({1: 0, "x": 0}, r"\['1', 'x'\]"),
+          ({"state": None, "param_groups": []}, "them as NoneType and list"),
+          ({"state": {}, "param_groups": {}}, "them as dict and dict"),
+          ({"state": {0: None}, "param_groups": [{"params": [0]}]}, "NoneType in them"),
+          ({"state": {}, "param_groups": [0]}, "int in them"),
+          ({"state": {}, "param_groups": [{"params": 0}]}, "int in them"),
+          ({"state": {}, "param_groups": [{}]}, "NoneType in them"))),
     *((f"load {each!r}", lambda each=each: optimizer().load_state_dict(each), TypeError, "expected a state dict, found")
       for each in (None, "out/optimizer.pt", nn.Linear(1, 1))),
     ("adamw_state", lambda: optimizer().adamw_state("0.weight"), TypeError, "expected a parameter, found '0.weight'"),

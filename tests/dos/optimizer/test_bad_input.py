@@ -36,7 +36,6 @@ from tests.support.training import FAST, bits, mlp, on, train
         ({"policy": math.nan}, "found nan"),
         ({"subgroup_size": 0}, "subgroup_size must be a whole number of parameters, 1 or more; found 0"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0"),
-        ({"offload_gradients": "native"}, "offload_gradients must be True or False, found 'native'; with True"),
         ({"profile": "h100_", "policy": "cpu"}, r"profile 'h100_' is neither a file nor a built-in profile \(.*h100"),
         ({"device": "emulated"}, r"the parameters, or a dos.EmulatedDevice\(profile, capacity\).* found 'emulated'"),
         *(

@@ -943,6 +943,36 @@ def test_two_optimizers_of_one_model(place: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_another_optimizer_finds_no_gradients_that_backward_has_used(place: Any, ours_first: bool) -> None:
+    model = mlp()
+    optimizer, rest = attached(model, place=place), list(model.parameters())[2:]
+    other, sgd = DOSAdam(rest, lr=0.01), torch.optim.SGD(rest, lr=0.01)
+    for step in range(2):
+        loss_of(model, step).backward()
+        for turn in range(2):
+            if turn == ours_first:
+                with pytest.raises(RuntimeError, match=rf"has used the gradients of {len(rest)} of this one's param"):
+                    other.step()
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    sgd.step()
+                said = [str(each.message) for each in caught]
+                assert len(said) == 1 - step, "once"
+                assert all("of type SGD has made" in each and "updates='backward') takes" in each for each in said)
+            else:
+                optimizer.step()
+        optimizer.zero_grad()
+        sgd.step()  # as with AdamW, there is none any more
+        with optimizer.no_update():
+            loss_of(model, 5 + step).backward()
+        before = bits(model.parameters())
+        other.step()
+        assert bits(model.parameters()) != before
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("attaches", ["model", "compiled"])
 def test_a_compiled_model(attaches: str) -> None:
     """Its backward is one node, after which all gradients come."""
