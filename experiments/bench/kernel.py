@@ -4,6 +4,9 @@ Every contender works on the same arrays, so page placement is the same for all.
 median over the rounds of the ratio within a round, so that a change of load between rounds cancels out.
 Ratios above 1 mean that ours is faster. The yardstick is what memory alone allows: a loop that reads and writes the
 bytes of an update, with one exclusive-or per element.
+
+``neighbour``: how many times as long another process takes for small work of Python and PyTorch on one core while ours
+runs, as what the host does beside the CPU lane. Leave it cores by ``--threads``.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ import ctypes
 import importlib.util
 import math
 import os
+import select
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +43,8 @@ _BYTES_HELD = 3 * 2 + 4 * 4 + 2 * (1 + 4 / BLOCK)
 # Per parameter, read and written.
 _BYTES_MOVED = {name: state.update_traffic for name, state in (("mixed", MIXED), ("split", SPLIT), ("int8", CODED))}
 _BYTES_MOVED["fp32"] = 28
+
+_NEIGHBOUR_S = 0.05
 
 Contenders = dict[str, Callable[[], None]]
 
@@ -121,6 +128,31 @@ def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
     return {name: round(value, 4) for name, value in sorted(result.items())}
 
 
+def be_neighbour() -> None:
+    """Print the seconds of a forward and backward of small modules, measured for a moment, for each line of input."""
+    torch.set_num_threads(1)
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(24)]
+    model, batch = torch.nn.Sequential(*layers), torch.randn(4, 16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for _ in sys.stdin:
+        begin, passes = time.perf_counter(), 0
+        while (seconds := time.perf_counter() - begin) < _NEIGHBOUR_S:
+            model(batch).sum().backward()
+            passes += 1
+        print(seconds / passes, flush=True)
+
+
+def beside(neighbour: subprocess.Popen[str], work: Callable[[], None] | None) -> float:
+    """Seconds of a pass of `be_neighbour` while this process repeats its work, or waits."""
+    assert neighbour.stdin is not None, "a pipe"
+    assert neighbour.stdout is not None, "a pipe"
+    print(file=neighbour.stdin, flush=True)
+    while work and not select.select([neighbour.stdout], [], [], 0)[0]:
+        work()
+    return float(neighbour.stdout.readline())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the last line is one JSON object with --json."""
     parser = Parser("kernel", __doc__)
@@ -141,10 +173,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     results = {}
-    with measuring(arguments.json, emulated=False) as (console, progress):
+    code, pipe = "from experiments.bench.kernel import be_neighbour; be_neighbour()", subprocess.PIPE
+    with (
+        measuring(arguments.json, emulated=False) as (console, progress),
+        subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as neighbour,
+    ):
         for name, contenders in build_contenders(numel, threads).items():
             progress(name)
             results[name] = summarise(measure(contenders, arguments.rounds), numel)
+            works = {"alone": None, "ours": contenders["ours"]}
+            turns = {turn: partial(lambda work, _: beside(neighbour, work), work) for turn, work in works.items()}
+            passes = take_turns(turns, range(1 + arguments.rounds), warm_up=1)
+            results[name]["neighbour"] = round(ratio(passes["ours"], passes["alone"]) or math.nan, 4)
     conditions = {
         "numel": numel,
         "threads": threads,
