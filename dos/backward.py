@@ -134,6 +134,7 @@ class Backward:
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
             ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
+            host_share=self.decisions.late_host.share,
             passing_bytes=passing,
             in_backward=self.updates,
             micro_batches=count,

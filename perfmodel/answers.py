@@ -45,8 +45,9 @@ whose slots only offloaded gradients pass."""
 EVEN = 0.03
 """Share of many subgroups by which a stride may differ that takes the place of the best number on the CPU of a part of
 them: the next forward waits less for turns in an order that recurs, which a part is too short to tell."""
-ALIKE = 0.003
-"""Share of an iteration by which plans differ that are about as good."""
+ALIKE, ALIKE_BESIDE = 0.003, 0.02
+"""Shares of an iteration by which plans differ that are about as good: the second where updates run beside backward,
+whose host they make later than a model can know."""
 WORTHWHILE = 0.01
 """Share of an iteration by which another plan must be shorter where all state could stay on the GPU."""
 
@@ -91,23 +92,24 @@ class Answers:
         self._scope = Scope.beside(workload)
         self._compute_s = self._scope.compute_s(workload)
         alone = dataclasses.replace(workload, forward_s=0.0, backward_s=0.0) if workload.in_backward else workload
-        self._balance = Balance(alone, profile)
-        self._hidden_s = self._compute_s if workload.in_backward else 0.0
-        """Seconds of compute behind which all of an update may hide, which the closed form leaves out."""
+        self._balance = Balance(alone, profile, self._compute_s if workload.in_backward else 0.0)
+        self._alike = ALIKE_BESIDE if workload.in_backward else ALIKE
         self._proposed: dict[Division, np.ndarray] = {}
         self._known: dict[tuple[Division, int, tuple[int, ...], bool], float] = {}
         self._floor = Floor(workload, profile, self._scope)
         self._least: dict[tuple[Division, int], float] = {}
         self._divided: dict[tuple[Division, int], Plan] = {}
         self._busy: dict[tuple[SubgroupLoad, Placement], float] = {}
-        self._plans: dict[tuple[float, ...], Plan] = {}
+        self._plans: dict[tuple[float, ...], tuple[float, Plan]] = {}
         """By memory."""
         self._simulator = Simulator(workload, profile)
         self._part: Answers | None = None
         """For a part of so many subgroups that a simulation of all takes too long."""
 
-    def best(self, workload: Workload) -> Plan:
-        """Return the best plan for this memory; all state on the GPU where that is about as good.
+    def best(self, workload: Workload) -> tuple[float, Plan]:
+        """Return the best plan for this memory, all state on the GPU where that is about as good.
+
+        First the seconds of the iteration: of its compute, and by which the optimizer makes that longer.
 
         It follows from the arguments alone: what was found before is remembered, and changes no answer.
         """
@@ -117,8 +119,12 @@ class Answers:
                 self._plans.pop(next(iter(self._plans)))
             best = self._choose(workload)
             plan = self._plan(best.division, best.on_cpu)
-            self._plans[memory] = _reversed(plan) if best.reverse else plan
+            self._plans[memory] = self._compute_s + best.cost, _reversed(plan) if best.reverse else plan
         return self._plans[memory]
+
+    def proposed_s(self, workload: Workload) -> float:
+        """Seconds of the iteration of the best plan by the closed form."""
+        return self._compute_s + min(choice.cost for choice in self._choices(_comparable(workload)))
 
     def _choose(self, workload: Workload) -> Choice:
         some = _comparable(workload)
@@ -196,7 +202,8 @@ class Answers:
                 left -= 1
                 best = look(before.division, on_cpu)
             step = step if best is not before else step // 2
-        good = [choice for choice in found if choice.cost <= self._as_good(best)]
+        limit = best.cost + self._alike * (self._compute_s + best.cost)
+        good = [choice for choice in found if choice.cost <= limit]
         return min(good, key=lambda choice: self._busy_s(workload, choice)), best.cost
 
     def _as_good(self, best: Choice) -> float:
@@ -249,7 +256,7 @@ class Answers:
         """For each division the best number of subgroups on the CPU, by the closed form."""
         missing = [division for division in some if division not in self._proposed]
         if missing:
-            self._proposed |= zip(missing, self._balance.exposed(missing) - self._hidden_s, strict=True)
+            self._proposed |= zip(missing, self._balance.exposed(missing), strict=True)
         for division in some:
             row = self._proposed[division]
             on_cpu = int(row.argmin())

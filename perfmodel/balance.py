@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perfmodel.compute import backward_pieces, forward_pieces
-from perfmodel.demand import Demand, demands, operation_demand
+from perfmodel.demand import Demand, demands, operation_demand, speed_beside_updates
 from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, DISK_READ, DISK_WRITE, H2D, Stream, speeds_by_busy_lanes
@@ -69,7 +69,10 @@ class _Mix:
 class Balance:
     """The closed form of one workload, whatever memory there is for it."""
 
-    def __init__(self, workload: Workload, profile: HardwareProfile) -> None:
+    def __init__(self, workload: Workload, profile: HardwareProfile, hidden_s: float = 0.0) -> None:
+        """hidden_s: of compute behind which all of the update may hide; the workload says nothing of it."""
+        self._hidden_s = hidden_s
+        self._kept = speed_beside_updates(workload, profile)
         self._workload = workload
         self._profile = profile
         kinds = {load: self._seconds(load) for load in set(workload.subgroups)}
@@ -137,13 +140,21 @@ class Balance:
         if work.forward_s:
             # Its last piece waits for the last parameters; updates on the GPU take turns with it.
             last = work.forward_s / len(work.subgroups) + fetch
-            seconds = np.maximum(seconds + last, gpu + work.forward_s + forward_waits)
+            late = self._late_s(ends[..., 0], work.forward_s)
+            seconds = np.maximum(seconds + last, gpu + work.forward_s + late + forward_waits)
             seconds = np.maximum(seconds, downs + saved_down) - work.forward_s
         if work.micro_batches > 1 and work.forward_s and work.backward_s:
             forward_waits = np.maximum(forward_waits, np.maximum(saved_down, weights_up) - work.forward_s)
             seconds = seconds + (work.micro_batches - 1) * (stall + forward_waits)
+        if self._hidden_s:
+            seconds = seconds - self._hidden_s
+            seconds = np.maximum(seconds, self._late_s(ends[..., 0], self._hidden_s)) if self._kept else seconds
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & ~np.array([[division.streams] for division in divisions]), np.inf, seconds)
+
+    def _late_s(self, cpu_s: np.ndarray, compute_s: float) -> np.ndarray | float:
+        """Seconds by which compute is longer beside updates that keep the CPU busy for so long."""
+        return (1 - self._kept) * np.minimum(cpu_s, compute_s / self._kept) if self._kept else 0.0
 
     def _seconds(self, load: SubgroupLoad, *, streams: bool = False) -> list[float]:
         found = [0.0] * COLUMNS

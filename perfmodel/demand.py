@@ -7,7 +7,7 @@ from typing import NamedTuple
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, LANES, Stream
 from perfmodel.plan import Placement
-from perfmodel.workload import SubgroupLoad
+from perfmodel.workload import SubgroupLoad, Workload
 
 OPERATIONS = {
     Placement.CPU: (
@@ -61,3 +61,9 @@ def demands(load: SubgroupLoad, profile: HardwareProfile) -> dict[Stream, Demand
     """The demand of a subgroup on each stream's lane, whatever its placement, and on those of the disk."""
     operations = (*OPERATIONS[Placement.CPU], *OPERATIONS[Placement.GPU_STREAMED], *THROUGH_DISK)
     return {s: operation_demand(s, getattr(load, size), load, profile) for s, size in operations}
+
+
+def speed_beside_updates(workload: Workload, profile: HardwareProfile) -> float:
+    """The speed that compute keeps beside an update on the CPU, which makes the host late; 0: all of it."""
+    late = workload.host_share * profile.slowdown
+    return 1 / late if late > 1 else 0.0

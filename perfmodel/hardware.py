@@ -23,6 +23,10 @@ _FEWER_BYTES = MIXED.update_traffic / CODED.update_traffic
 _RETIRED = ("gpu_bandwidth", "cast_rate")
 """Rates in files of earlier versions that no plan reads."""
 
+SLOWDOWN = 0.09
+"""By which other work of the host takes longer for each thread of an update on the CPU: that of an H100 took 1.4 times
+as long beside 4 threads, and 2.1 times beside 12 (experiments/results/nvidia-h100-2026-11-28)."""
+
 SOURCES = ("measured", "fitted", "data sheet")
 
 
@@ -136,13 +140,43 @@ class HardwareProfile:
         """Fixed cost of an update on the CPU, in seconds."""
         return self.launch_latency_s if self.turn_latency_s is None else self.turn_latency_s
 
+    @property
+    def slowdown(self) -> float:
+        """How many times as long other work of the host takes beside an update on the CPU."""
+        return 1 + SLOWDOWN * self.cpu_threads
+
     def with_threads(self, threads: int) -> HardwareProfile:
-        """The profile with this number of threads of the CPU update. Raises ValueError if that was not measured."""
-        for each in self.by_threads:
-            if each.cpu_threads == threads:
-                return self.replace(**dataclasses.asdict(each))
-        known = ", ".join(str(each.cpu_threads) for each in self.by_threads) or "none"
-        raise ValueError(f"profile {self.name!r} has no rates of {threads} threads; there are {known}")
+        """The profile with this number of threads of the CPU update: as measured, or between two numbers that were.
+
+        Beyond what was measured the rates are the nearest ones. 0, or a profile without rates by threads: as it is.
+        """
+        if threads in (0, self.cpu_threads) or not self.by_threads:
+            return self
+        if threads not in self._with_threads:
+            self._with_threads[threads] = self._interpolated(threads)
+        return self._with_threads[threads]
+
+    @functools.cached_property
+    def _with_threads(self) -> dict[int, HardwareProfile]:
+        return {}
+
+    def _interpolated(self, threads: int) -> HardwareProfile:
+        some = sorted(self.by_threads, key=lambda each: each.cpu_threads)
+        less = ([each for each in some if each.cpu_threads <= threads] or some[:1])[-1]
+        more = ([each for each in some if each.cpu_threads >= threads] or some[-1:])[0]
+        part = (threads - less.cpu_threads) / max(more.cpu_threads - less.cpu_threads, 1)
+        ends = {name: (getattr(less, name), getattr(more, name)) for name in BY_THREADS}
+        rates = {name: low if low == high else low + part * (high - low) for name, (low, high) in ends.items()}
+        return self.replace(cpu_threads=threads, **rates)
+
+    def corrected(self, **rates: float) -> HardwareProfile:
+        """The profile with other rates; those with each number of threads change as the present ones do."""
+        factors = {name: rate / getattr(self, name) for name, rate in rates.items() if name in BY_THREADS}
+
+        def times(each: ThreadRates) -> ThreadRates:
+            return dataclasses.replace(each, **{name: getattr(each, name) * f for name, f in factors.items()})
+
+        return self.replace(by_threads=tuple(map(times, self.by_threads)), **rates)
 
     def speed(self, lane: Lane, state_format: str) -> float:
         """How many times as fast updates of state in a format are as the lane's rate says."""
@@ -226,6 +260,8 @@ class HardwareProfile:
         return profiles[name]
 
 
+BY_THREADS = tuple(f.name for f in dataclasses.fields(ThreadRates) if f.name != "cpu_threads")
+"""The fields that depend on the number of threads."""
 RATES = tuple(
     f.name for f in dataclasses.fields(HardwareProfile) if f.name.endswith(("bandwidth", "_rate", "_duplex", "_factor"))
 )

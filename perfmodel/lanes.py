@@ -132,8 +132,9 @@ def run_tasks(
 ) -> tuple[list[float], list[float]]:
     """Start and end of each task, in seconds from 0.
 
-    tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile; earlier tasks,
-        by number, that must have ended, besides its predecessor in the stream if that is in order.
+    tasks: in issue order: stream; seconds that it takes alone; bytes/s of host DRAM traffic meanwhile, or of compute
+        what `demand.speed_beside_updates` returns; earlier tasks, by number, that must have ended, besides its
+        predecessor in the stream if that is in order.
     known: speeds under this profile that other runs have found; this one adds to them.
     """
     if not tasks:
@@ -270,7 +271,8 @@ def shared_speeds(demands: Sequence[float], weights: Sequence[float], capacity: 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:
     """Speeds of all lanes over their speeds alone.
 
-    demands: of the busy lanes, by number: bytes/s of host DRAM that each would cause alone.
+    demands: of the busy lanes, by number: bytes/s of host DRAM that each would cause alone; of the GPU as for
+        `run_tasks`.
     """
     speeds = [
         getattr(profile, lane.duplex) / getattr(profile, lane.rate)
@@ -278,7 +280,9 @@ def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[
         else 1.0
         for number, lane in enumerate(_LANES)
     ]
-    busy = list(demands)
+    if CPU in demands and demands.get(GPU):
+        speeds[GPU] = demands[GPU]
+    busy = [number for number in demands if number != GPU]
     weights = [w if isinstance(w := _LANES[number].weight, float) else getattr(profile, w) for number in busy]
     wanted = [demands[number] * speeds[number] for number in busy]
     for number, share in zip(busy, shared_speeds(wanted, weights, profile.host_bandwidth_per_rank), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from perfmodel.demand import demands, operation_demand
+from perfmodel.demand import demands, operation_demand, speed_beside_updates
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import LANE_OF_STREAM, Speeds, Stream, run_tasks
 from perfmodel.plan import Placement, Plan
@@ -23,7 +23,7 @@ def simulate(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sc
     Origin: the start of `step()`, or of backward if the scope has it.
     Raises ValueError when the plan is of another number of subgroups.
     """
-    simulator = Simulator(workload, profile, scope)
+    simulator = Simulator(workload, profile.with_threads(plan.threads), scope)
     made = simulator.schedule(plan)
     return Timeline.of(_spans(made, *simulator.serve(made)))
 
@@ -38,7 +38,7 @@ def makespan(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Sc
 
     Of a whole iteration of several micro-batches also the time for which the compute of the others waits.
     """
-    return Simulator(workload, profile, scope).makespan(plan)
+    return Simulator(workload, profile.with_threads(plan.threads), scope).makespan(plan)
 
 
 def exposed(plan: Plan, workload: Workload, profile: HardwareProfile, scope: Scope = UPDATE_ALONE) -> float:
@@ -101,10 +101,11 @@ class Simulator:
         """Start and end of each task of a schedule, in seconds."""
         loads, kinds, known = self._workload.subgroups, self._kinds, self._costs
         each_s, compute = self._workload.seconds_by_size, Stream.COMPUTE
+        kept = speed_beside_updates(self._workload, self._profile)
         tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
-                seconds, rate = each_s[op is Op.FORWARD] * size, 0.0
+                seconds, rate = each_s[op is Op.FORWARD] * size, kept
             else:
                 key = stream, size, kinds[subgroup or 0]
                 if key not in known:

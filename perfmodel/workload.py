@@ -118,6 +118,8 @@ class Workload:
     blocks_least, blocks_most: of them that stay on the device.
     micro_batches: of an iteration, each with a forward and a backward; the times are of one.
     in_backward: whether a subgroup is updated as soon as backward has completed its gradients, not after backward.
+    host_share: the seconds in which the host issues forward and backward with nothing beside it, over their own. Beside
+        an update on the CPU they are `HardwareProfile.slowdown` times as many. 0: not known, or the host is never late.
     half_freed_bytes: device memory that is free in all of backward's second half, beyond that at the peak. Slots that
         fit into both are filled from its half on, all or none, others as backward ends. None: not known, and memory is
         freed evenly in all of backward.
@@ -146,6 +148,7 @@ class Workload:
     micro_batches: int = 1
     in_backward: bool = False
     ahead_s: float = 0.0
+    host_share: float = 0.0
     half_freed_bytes: float | None = None
 
     def __post_init__(self) -> None:
@@ -158,7 +161,7 @@ class Workload:
         if self.blocks:
             self._check_blocks()
         known = () if self.half_freed_bytes is None else ("half_freed_bytes",)
-        for name in ("forward_s", "backward_s", "ahead_s", *free, *host, *known):
+        for name in ("forward_s", "backward_s", "ahead_s", "host_share", *free, *host, *known):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, found {getattr(self, name)}")
         for early, late in pairwise((SavedTensors(0, 0.0, 1.0), *self.activations, SavedTensors(0, 1.0, 0.0))):

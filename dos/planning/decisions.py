@@ -26,9 +26,10 @@ from dos.state.homes import Homes, housed
 from dos.state.subgroup import Subgroup
 from dos.step.issue import Step
 from dos.step.iteration import Iteration
+from dos.step.late_host import LateHost
 from dos.step.pace import Pace
 from dos.step.prepare import Rooms
-from perfmodel import Plan, SubgroupLoad, Timeline, Workload
+from perfmodel import Lane, Op, Plan, SubgroupLoad, Timeline, Workload
 from perfmodel.hardware import HardwareProfile
 from perfmodel.plan import Tier
 from perfmodel.policies import spilled
@@ -87,7 +88,7 @@ class Decisions:
     plan: of the last step; None before it. ended: the report of the last complete step, None before it; may be read on
         any thread.
     follows_memory: whether plans follow the memory that is free.
-    memory: of the device. pace: how long forward and backward last.
+    memory: of the device. pace: how long forward and backward last. late_host: how late updates make the host.
     stepped: the iteration whose step was issued last.
     held: returns the bytes of state on the device. counted: see `MemoryMonitor`. Both may be called on any thread.
     host, pool: host memory of state and of saved tensors.
@@ -109,7 +110,7 @@ class Decisions:
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
         self.memory = MemoryMonitor(device, counted, budget)
-        self.pace = Pace(queues=device.queues)
+        self.pace, self.late_host = Pace(queues=device.queues), LateHost()
         self._device = device
         self._policy = policy
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
@@ -123,8 +124,8 @@ class Decisions:
         self.ended: Report | None = None
         self._learned = 0
         """The number of steps that have ended."""
-        self._ran: tuple[Schedule, Workload, Timeline] | None = None
-        """The last step with its workload and measured times, until `refine` has used them."""
+        self._ran: tuple[Schedule, Workload, Timeline, int] | None = None
+        """The last step with its workload, measured times and threads, until `refine` has used them."""
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """The workload and the profile for which the plan was made."""
@@ -174,7 +175,20 @@ class Decisions:
             tell(partial(self.ended.summary, step.origin - before.origin))
         if stepped.alone:
             self.refine()  # no hook has seen a gradient since the step before, as where a graph is replayed
-            self._ran = step.schedule, stepped.workload, step.ran
+            self._ran = step.schedule, stepped.workload, step.ran, stepped.issued.threads
+        if stepped.workload.in_backward and self.profile is not None and self._device.queues:
+            self._learn_lateness(step, stepped.workload, timeline, self.profile.with_threads(stepped.issued.threads))
+
+    def _learn_lateness(self, step: Step, work: Workload, timeline: Timeline, profile: HardwareProfile) -> None:
+        """Learn from a backward in which updates ran how late they made the host."""
+        if work.blocks or work.micro_batches > 1:  # it waits for weights, and gradients add up beside it
+            return
+        spans = step.iteration.spans(step.origin)
+        lasted = next((span for span in spans if span.op is Op.BACKWARD), None)
+        if lasted is not None:
+            beside = [min(s.end, lasted.end) - max(s.start, lasted.start) for s in timeline.spans if s.lane is Lane.CPU]
+            beside_s = sum(seconds for seconds in beside if seconds > 0)
+            self.late_host.add(lasted.end - lasted.start, beside_s, work.backward_s, profile.slowdown)
 
     def refine(self) -> None:
         """Correct the rates by the last step. Called as backward begins: behind the step the device would wait."""
@@ -220,8 +234,11 @@ class Decisions:
             found = self._find_profile(known)
         if self._adaptive is not None:
             self._adaptive.profile = found
+        chosen = lane_threads(chosen=True)
         # An emulated device is as fast as it is with any number of threads.
-        self._threads = 0 if known is not None or found is None else lane_threads(chosen=True) or found.cpu_threads
+        self._threads = 0 if known is not None or found is None else chosen or found.cpu_threads
+        if self._adaptive is not None and found is not None and (chosen or known is not None):
+            self._adaptive.profile = found.with_threads(self._threads).replace(by_threads=())
 
     def _find_profile(self, known: HardwareProfile | None) -> HardwareProfile | None:
         """Return the user's profile, the one measured on this machine, or for an adaptive policy a rough one.

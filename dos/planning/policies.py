@@ -74,10 +74,10 @@ class AdaptivePolicy:
         assert self.profile is not None, "its owner sets the profile first"
         return self._planner(workload, self.profile)
 
-    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
-        """Correct the profile by a step's timeline."""
+    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline, threads: int = 0) -> None:
+        """Correct the profile by a step's timeline. threads: of its plan."""
         if self.profile is not None:
-            self.profile = self._refinement.correct(self.profile, schedule, workload, timeline)
+            self.profile = self._refinement.correct(self.profile, schedule, workload, timeline, threads)
 
 
 _GROUPS = ((Lane.GPU,), (Lane.CPU, Lane.H2D, Lane.D2H, Lane.READ, Lane.WRITE))
@@ -112,16 +112,17 @@ class Refinement:
         """The least and the most that calibrated rates may become."""
 
     def correct(
-        self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline
+        self, profile: HardwareProfile, schedule: Schedule, workload: Workload, timeline: Timeline, threads: int = 0
     ) -> HardwareProfile:
         """Return the profile after one more step; the same object if nothing changes.
 
-        schedule: the one that was issued, of these subgroups.
+        schedule: the one that was issued, of these subgroups. threads: of its plan.
         """
         # Gradients that were sent during backward met no uploads, and without the length of backward it is not known
         # for how long.
         unknown = not workload.backward_s and _waits_for_backward(schedule)
-        expected = self._simulated(profile, schedule, workload)
+        at = profile.with_threads(threads)
+        expected = self._simulated(at, schedule, workload)
         for lanes in _GROUPS:
             if (unknown and Lane.GPU not in lanes) or _served(timeline, lanes) != _served(expected, lanes):
                 continue
@@ -138,12 +139,12 @@ class Refinement:
             ratios.clear()
         if self._corrected is not profile:
             self._range = _ranges(profile, self.MOST)
-        rates = _corrected(profile, workload, off, busy)
+        rates = _corrected(profile, workload, off, busy, threads)
         rates |= {
             name: min(max(rates[name], least), most) for name, (least, most) in self._range.items() if name in rates
         }
         if any(rate != getattr(profile, name) for name, rate in rates.items()):
-            profile = profile.replace(**rates)
+            profile = profile.corrected(**rates)
         self._corrected = profile
         return profile
 
@@ -181,16 +182,18 @@ def _ranges(profile: HardwareProfile, most: float) -> dict[str, tuple[float, flo
 
 
 def _corrected(
-    profile: HardwareProfile, workload: Workload, slower: dict[Lane, float], busy: Collection[Lane]
+    profile: HardwareProfile, workload: Workload, slower: dict[Lane, float], busy: Collection[Lane], threads: int
 ) -> dict[str, float]:
-    """Return the rates that explain lanes `slower` by these factors.
+    """Return the rates that explain lanes `slower` by these factors, with the threads of the profile.
 
-    busy: the lanes that were measured. Where host DRAM cannot serve the CPU, both links and the disk, if that was busy,
-    at once, its rate is corrected, too, if CPU updates are slower, which take most of it, or both links where there are
-    none. The disk alone never corrects it, because it takes the least of it and is slow for other reasons.
+    busy: the lanes that were measured, with these `threads`. Where host DRAM cannot serve the CPU, both links and the
+    disk, if that was busy, at once, its rate is corrected, too, if CPU updates are slower, which take most of it, or
+    both links where there are none. The disk alone never corrects it, because it takes the least of it and is slow for
+    other reasons.
     """
     of_disk = (stream for stream in (Stream.READ, Stream.WRITE) if LANE_OF_STREAM[stream] in busy)
-    each = demands(workload.subgroups[0], profile)
+    at = profile.with_threads(threads)
+    each = demands(workload.subgroups[0], at)
     wanted = sum(each[stream].rate for stream in (Stream.CPU, Stream.PREFETCH, Stream.FLUSH, *of_disk))
     rates = {
         name: getattr(profile, name) / ratio
@@ -199,7 +202,7 @@ def _corrected(
         if name
     }
     most = {Lane.CPU} if Lane.CPU in busy else {Lane.H2D, Lane.D2H}
-    if most <= slower.keys() and wanted > profile.host_bandwidth_per_rank:
+    if most <= slower.keys() and wanted > at.host_bandwidth_per_rank:
         on_host = [ratio for lane, ratio in slower.items() if lane in (Lane.CPU, Lane.H2D, Lane.D2H)]
         rates["host_bandwidth"] = profile.host_bandwidth / statistics.median(on_host)
     return rates

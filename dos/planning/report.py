@@ -105,7 +105,7 @@ class Report:
         work = self.workload
         if not work.in_backward:
             return work
-        return dataclasses.replace(work, backward_s=max(0.0, work.backward_s + self.late_in_backward_s))
+        return dataclasses.replace(work, backward_s=max(0.0, work.backward_s + self.late_in_backward_s), host_share=0.0)
 
     @property
     def bound(self) -> Bound | None:
@@ -146,6 +146,7 @@ class Report:
         found: dict[str, float | None] = {
             **{f"share_{placement.label}": value for placement, value in share.items()},
             "slots": self.plan.slots,
+            "cpu_threads": self.plan.threads or None,
             "h2d_bytes": streamed + sum(load.parameter_bytes for load in on_cpu),
             "d2h_bytes": streamed + sum(load.gradient_bytes for load in on_cpu),
             "exposed_s": self.exposed_s,
@@ -340,6 +341,7 @@ def why_changed(
         ("memory in the second half of backward", _late(before), _late(now)),
         ("forward", _ms(before.forward_s), _ms(now.forward_s)),
         ("backward", _ms(before.backward_s), _ms(now.backward_s)),
+        ("the host's part of backward", f"{before.host_share:.0%}", f"{now.host_share:.0%}"),
         ("the time from the step's issue to the end of backward", _ms(before.ahead_s), _ms(now.ahead_s)),
     ):
         if then != since:

@@ -22,7 +22,6 @@ from experiments.gpt import GPT
 from perfmodel import Plan, Timeline, Workload
 from perfmodel.format import SPLIT, Format
 from perfmodel.hardware import HardwareProfile
-from perfmodel.tasks import Schedule
 
 NOTHING, MASTERS, PLAIN = "no optimizer", "AdamW, float32 masters", "AdamW, bfloat16 state"
 
@@ -67,9 +66,9 @@ class Switch(AdaptivePolicy):
     def __call__(self, workload: Workload) -> Plan:
         return self.current(workload)
 
-    def observe(self, schedule: Schedule, workload: Workload, timeline: Timeline) -> None:
+    def observe(self, *seen: Any) -> None:
         if isinstance(self.current, AdaptivePolicy):
-            self.current.observe(schedule, workload, timeline)
+            self.current.observe(*seen)
 
 
 class Rig:

@@ -120,3 +120,25 @@ def test_infinite_bandwidth_is_null_in_plain_json_by_threads_too() -> None:
     profile = dataclasses.replace(profile, host_bandwidth=math.inf, by_threads=(rates,))
     text = json.dumps(profile.to_json(), allow_nan=False)
     assert HardwareProfile.from_json(json.loads(text)) == profile
+
+
+def by_threads() -> HardwareProfile:
+    """A machine of up to 12 threads."""
+    some = ((2, 2e9, 20e9), (4, 3e9, 30e9), (8, 5e9, 40e9), (12, 6e9, 44e9))
+    rates = tuple(ThreadRates(n, rate, host, 1.0, n / 2) for n, rate, host in some)
+    return HardwareProfile.builtin("h100").replace(cpu_threads=12, cpu_update_rate=6e9, by_threads=rates)
+
+
+def test_between_two_numbers_of_threads_rates_are_between() -> None:
+    found = by_threads().with_threads(10)
+    assert (found.cpu_threads, found.cpu_update_rate, found.host_bandwidth) == (10, 5.5e9, 42e9)
+    assert (found.d2h_weight, found.slowdown) == (5.0, pytest.approx(1.9))
+    assert by_threads().with_threads(1).cpu_update_rate == 2e9
+    assert by_threads().with_threads(0) == by_threads()
+
+
+def test_a_corrected_rate_is_corrected_for_all_threads() -> None:
+    found = by_threads().corrected(cpu_update_rate=3e9, h2d_bandwidth=7.0)
+    assert [each.cpu_update_rate for each in found.by_threads] == [1e9, 1.5e9, 2.5e9, 3e9]
+    assert (found.h2d_bandwidth, found.with_threads(8).cpu_update_rate) == (7.0, 2.5e9)
+    assert found.by_threads[0].host_bandwidth == 20e9

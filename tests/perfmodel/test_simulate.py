@@ -1,5 +1,6 @@
 """The simulator against timelines worked out by hand, and properties of any of them."""
 
+import dataclasses
 import itertools
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline
+from perfmodel.demand import speed_beside_updates
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, Stream, lane_speeds, run_tasks, shared_speeds
 from perfmodel.policies import cpu_only, stride
@@ -231,3 +233,17 @@ def test_operations_without_size_take_no_time() -> None:
     load = Workload.of_sizes([0, 12, 0])
     assert math.isfinite(makespan(cpu_only(load), load, machine()))
     assert makespan(stride(load, 1), load, HardwareProfile.builtin("h100")) > 0
+
+
+def test_compute_beside_an_update_keeps_what_the_host_leaves_it() -> None:
+    """The host needs 0.8 s for a second of compute, and 1.9 times that beside an update by ten threads."""
+    work = Workload.of_sizes([8] * 2, forward_s=1.0, host_share=0.8)
+    profile = machine(cpu_update_rate=8.0, host_bandwidth=math.inf).replace(cpu_threads=10)
+    scope = Scope(forward=Phase.SERIAL)
+    kept = 1 / (0.8 * 1.9)
+    tasks = [(Stream.CPU, 1.0, 0.0, ()), (Stream.COMPUTE, 1.0, speed_beside_updates(work, profile), ())]
+    assert run_tasks(tasks, profile)[1] == pytest.approx([1.0, 2 - kept])
+    alone = makespan(cpu_only(work), work, profile, scope)
+    assert alone == makespan(cpu_only(work), dataclasses.replace(work, host_share=0.0), profile, scope), "not beside"
+    never_late = dataclasses.replace(work, host_share=0.5)
+    assert speed_beside_updates(never_late, profile) == 0.0

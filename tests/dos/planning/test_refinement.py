@@ -300,7 +300,7 @@ def test_a_wrong_start_comes_near_the_truth(factor: float, monkeypatch: pytest.M
     correct = Refinement.correct
 
     def correct_by_truth(
-        refinement: Refinement, believed: HardwareProfile, issued: Schedule, work: Workload, _: Timeline
+        refinement: Refinement, believed: HardwareProfile, issued: Schedule, work: Workload, *_: object
     ) -> HardwareProfile:
         return correct(refinement, believed, issued, work, serve(issued, work, MACHINE))
 
@@ -376,7 +376,7 @@ def test_steps_are_learnt_from_as_what_they_were(gradients: str, policy: str) ->
 def test_a_step_is_learnt_from_beside_the_next_backward(hooks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not within `step()`, behind which a device has nothing to do. Where no hook sees a gradient, a step later."""
     learnt = list[Timeline]()
-    monkeypatch.setattr(AdaptivePolicy, "observe", lambda self, schedule, work, ran: learnt.append(ran))
+    monkeypatch.setattr(AdaptivePolicy, "observe", lambda self, schedule, work, ran, threads: learnt.append(ran))
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**7), memory_budget=0)
     for number in range(4):

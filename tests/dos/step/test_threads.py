@@ -14,9 +14,11 @@ from dos import DOSAdam
 from dos.kernels import update
 from dos.machine import threads
 from dos.planning.policies import AdaptivePolicy, Policy
+from dos.step.late_host import LateHost
 from perfmodel import Plan, Workload
 from perfmodel.policies import cpu_only
 from tests.support.fake_cuda import FakeCudaDevice, Runtime
+from tests.support.inside import session_of
 from tests.support.training import FAST, bits, bits_on_host, mlp, train
 
 
@@ -97,3 +99,19 @@ def test_each_plan_has_its_own_number(runtime: Runtime, used: set[int]) -> None:
     optimizer = trained(runtime, Numbered())
     assert len(used) > 1
     assert optimizer.plan().threads == max(used)
+
+
+def test_the_host_s_part_is_learned_beside_updates_and_planned_with(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned = list[tuple[float, ...]]()
+    monkeypatch.setattr(LateHost, "add", lambda host, *seen: learned.append(seen))
+    optimizer = trained(runtime, Numbered(), updates="backward")
+    assert learned
+    for lasted_s, beside_s, _, slowdown in learned:
+        assert 0 <= beside_s <= lasted_s
+        assert slowdown == FAST.slowdown
+    decisions = session_of(optimizer).assembly.on_device.decisions
+    decisions.late_host.share = 0.5
+    facts = session_of(optimizer).assembly.on_device.facts()
+    assert facts.workload.host_share == 0.5

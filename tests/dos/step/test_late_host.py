@@ -1,0 +1,56 @@
+"""How late updates make the host, learned from backwards that are made of numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from dos.step.late_host import REMEMBERED, LateHost
+
+ALONE_S = 0.135
+SLOWDOWN = {4: 1.36, 6: 1.54, 12: 2.08}
+
+
+def lasts(share: float, threads: int, beside: float) -> tuple[float, float]:
+    """Seconds of a backward, and of the updates beside it; beside: their part of it."""
+    stretch = max(1.0, share * SLOWDOWN[threads])
+    whole = ALONE_S / (1 - beside + beside / stretch)
+    return whole, beside * whole
+
+
+@pytest.mark.parametrize("beside", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("threads", [6, 12])
+def test_the_host_s_part_follows_from_how_late_it_was(threads: int, beside: float) -> None:
+    host = LateHost()
+    for _ in range(REMEMBERED):
+        assert host.share == 0.0
+        host.add(*lasts(0.8, threads, beside), ALONE_S, SLOWDOWN[threads])
+    assert host.share == pytest.approx(0.8)
+
+
+def test_a_backward_that_is_not_late_is_no_cause_to_add_threads() -> None:
+    host = LateHost()
+    for threads in (12, 4):
+        for _ in range(REMEMBERED):
+            host.add(*lasts(0.67, threads, 0.8), ALONE_S, SLOWDOWN[threads])
+    assert host.share == pytest.approx(0.67)
+    for _ in range(REMEMBERED):
+        host.add(ALONE_S, 0.1, ALONE_S, SLOWDOWN[6])  # with six it would have been late by 3%
+    assert host.share == pytest.approx(1 / SLOWDOWN[6])
+
+
+def test_few_long_backwards_or_short_updates_tell_nothing() -> None:
+    host = LateHost()
+    for late in [1.0, 2.0, 1.0, 1.0, 3.0, 1.0] * 3:
+        host.add(late * ALONE_S, 0.1, ALONE_S, SLOWDOWN[12])
+    assert host.share == 0.0
+    for _ in range(2 * REMEMBERED):
+        host.add(2 * ALONE_S, 0.02, ALONE_S, SLOWDOWN[12])
+    assert host.share == 0.0
+
+
+def test_another_batch_is_learned_anew() -> None:
+    host = LateHost()
+    for _ in range(REMEMBERED):
+        host.add(*lasts(0.8, 12, 0.9), ALONE_S, SLOWDOWN[12])
+    host.add(2 * ALONE_S, 0.1, 2 * ALONE_S, SLOWDOWN[12])
+    assert host.share == 0.0
