@@ -4,7 +4,8 @@ A lane serves one task at a time: among the streams whose next task is ready, th
 the one issued first. The CPU takes, of its tasks that are ready, the one issued first, so that none waits for what
 another one lacks; the engine has the same rule (`dos.step.turns`). Activations and weights go before state, and
 interrupt it: a device lets them in where a piece of state ends, of 32 MiB, which is taken as no time (on an H200 it was
-3% of what was queued before). A copy beside one in the other direction runs at the duplex rate, and whatever touches
+3% of what was queued before). Two streams take turns there, so that the shorter copy ends first: where it comes later
+it interrupts the longer one. A copy beside one in the other direction runs at the duplex rate, and whatever touches
 host DRAM shares it by `shared_speeds`.
 """
 
@@ -122,6 +123,11 @@ _FED = [(*service.streams, NEVER, NEVER, NEVER)[:4] for service in LANES.values(
 _URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
 _FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
 """The number of the lane that a stream feeds."""
+PIECE_BYTES = 1 << 25
+"""The most bytes that any copy moves. Between pieces of state of this size other copies can run: those of another
+stream, or of the caller's next batch."""
+_AT_ONCE, _NEXT = -2.0, -1.0
+"""Since when tasks are ready that interrupt others, and that were interrupted."""
 _TURNS, _UPLOADS = int(Stream.CPU), int(Stream.PARAMETER)
 Speeds = dict[tuple[float, ...], list[float]]
 """Speeds of all lanes, by the bytes/s of host DRAM that each would cause alone; -1 where one is idle."""
@@ -156,14 +162,15 @@ def run_tasks(
             if ready[second] < ready[first]:
                 first = second
             if ready[first] < infinite:
-                stream, since, held = first, ready[first], running[lane]
-                if held >= 0 and stream_of[held] not in _URGENT:  # it waits, and goes on before others
-                    seconds[held], ready[stream_of[held]] = left[lane], -1.0
-                    running[lane] = -1
-                    busy.remove(lane)
+                stream, since = first, _AT_ONCE
             elif ready[other] < since or (ready[other] == since < infinite and queues[other][-1] < queues[stream][-1]):
                 stream, since = other, ready[other]
-            if since < infinite and running[lane] < 0:
+            held = running[lane]
+            if since == _AT_ONCE and held >= 0 and stream_of[held] not in _URGENT:
+                seconds[held], ready[stream_of[held]] = left[lane], _NEXT
+                running[lane] = held = -1
+                busy.remove(lane)
+            if since < infinite and held < 0:
                 ready[stream] = infinite
                 running[lane] = task = heappop(turns) if stream == _TURNS else queues[stream][-1]
                 left[lane], demands[lane] = seconds[task], demand[task]
@@ -204,10 +211,12 @@ def run_tasks(
                 stream = stream_of[waiting]
                 if waits[waiting] or (stream != _TURNS and queues[stream][-1] != waiting):
                     continue
+                lane, ready[stream] = _FEEDS[stream], now
+                free.append(lane)
                 if stream == _TURNS:
                     heappush(turns, waiting)
-                ready[stream] = now
-                free.append(_FEEDS[stream])
+                elif left[lane] * demands[lane] > PIECE_BYTES and left[lane] > seconds[waiting]:
+                    ready[stream] = _AT_ONCE
 
 
 def _queued(

@@ -18,9 +18,11 @@ import torch
 from dos.calibration.bench import BATCH, SMALL, Bench
 from dos.calibration.disk import LEAST_BYTES, UPDATE_BESIDE, DiskBench, unexplained
 from dos.calibration.rounds import Effort, Exchange, Figure, Link, Rounds
+from dos.calibration.sharing import UNCONTENDED, shares
 from dos.devices import Device
 from dos.machine.profiles import BUSY, NOT_MEASURED, ROUGH
 from dos.machine.threads import lane_threads
+from perfmodel import Op
 from perfmodel.format import BLOCK, MIXED
 from perfmodel.hardware import RATES, SPEEDS, WEIGHTS, HardwareProfile, Provenance, ThreadRates
 
@@ -32,9 +34,6 @@ ENOUGH_CPU = 0.8
 
 WITHIN = 0.03
 """The share by which fewer threads may be slower and are still preferred."""
-
-UNCONTENDED = 0.95
-"""The least share of its own rate with which something counts as not slowed down by others."""
 
 FULL = Effort(
     seconds=3.0,
@@ -71,7 +70,8 @@ class Measurement:
     """The figures that were measured, per rank.
 
     figures: by field of HardwareProfile; with an accelerator also `cpu_update_rate_beside`, `h2d_bandwidth_beside` and
-        `d2h_bandwidth_beside`, those three at once; with a disk `cpu_update_rate_beside_disk`,
+        `d2h_bandwidth_beside`, those three at once, and those of updates and copies one way, `..._beside_h2d`,
+        `..._beside_d2h` and `..._beside_update`; with a disk `cpu_update_rate_beside_disk`,
         `disk_read_bandwidth_beside` and `disk_write_bandwidth_beside`, those three at once.
     trials: parameters/s of the CPU update by number of threads.
     beside: with an accelerator, by number of threads the figures that depend on it: `host_bandwidth`, and
@@ -183,7 +183,7 @@ def measure(
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
     lanes = 1 if device is None else 2
-    parts = lanes * (len(set(threads)) + effort.formats) + (0 if device is None else 9)
+    parts = lanes * effort.formats + len(set(threads)) + (0 if device is None else 9 + 3 * len(set(threads)))
     all_parts = parts + (6 if disk else 0)
     rounds = Rounds(_fitted(effort, device, ranks, effort.limit_s / parts), exchange)
     rounds.limit(effort.limit_s * all_parts / parts, all_parts)  # a disk takes time of its own
@@ -203,16 +203,16 @@ def measure(
                 rates[n] = with_fixed.without(fixed, rounds.effort.host_numel)
             return {"turn_latency_s": fixed, "cpu_update_rate": rates[chosen]}
 
-        def beside(link: Link, threads: int) -> dict[str, Figure]:
-            return link.beside(figures, lambda: [bench.update_host(threads)], rounds.effort.host_numel)
+        def beside(link: Link, threads: int, ways: tuple[Op, ...]) -> dict[str, Figure]:
+            return link.beside(figures, lambda: [bench.update_host(threads)], rounds.effort.host_numel, ways)
 
         def copies_beside(link: Link, threads: int) -> dict[str, Figure]:
-            found = beside(link, threads)
+            found = {name: rate for ways in link.ways for name, rate in beside(link, threads, ways).items()}
             # Of rates with fixed costs, as those beside each other are.
-            found |= weights(figures | {"cpu_update_rate": trials[threads]} | found, link)
-            total = _host_bandwidth(figures | {"cpu_update_rate": rates[threads]} | found)
-            by_threads[threads] = {"host_bandwidth": total} | {name: found[name] for name in WEIGHTS if name in found}
-            return found if threads == chosen else {}
+            shared = shares(figures | {"cpu_update_rate": trials[threads]} | found, link)
+            total = _host_bandwidth(figures | {"cpu_update_rate": rates[threads]} | shared)
+            by_threads[threads] = shared | {"host_bandwidth": total}
+            return found | shared if threads == chosen else {}
 
         def add(name: str, link: Link) -> None:
             stages.extend([Stage(name, 4, link.alone), Stage(f"{name} both ways", 1, lambda: link.duplex(figures))])
@@ -223,14 +223,16 @@ def measure(
             stages.append(Stage("short CPU updates", 2, turns))
             add("copies", bench.link)
             stages += [
-                Stage(f"copies beside updates by {n} threads", 1, partial(copies_beside, bench.link, n)) for n in trials
+                Stage(f"copies beside updates by {n} threads", 3, partial(copies_beside, bench.link, n)) for n in trials
             ]
             stages.append(Stage("device updates", 2, bench.device_update))
             if effort.formats:
                 stages.append(Stage("device updates by format", 1, lambda: bench.device_speeds(figures)))
         if on_disk is not None:
             add("disk", on_disk.link)
-            stages.append(Stage("disk beside CPU updates", 1, lambda: beside(on_disk.link, chosen)))
+            stages.append(
+                Stage("disk beside CPU updates", 1, lambda: beside(on_disk.link, chosen, on_disk.link.ways[-1]))
+            )
         for stage in stages:
             progress(stage.label, 1 - rounds.parts / all_parts)
             left = rounds.parts - stage.parts
@@ -277,41 +279,18 @@ def _fitted(effort: Effort, device: Device | None, ranks: int, figure_s: float) 
     )
 
 
-def weights(figures: dict[str, Figure], link: Link) -> dict[str, Figure]:
-    """Return the weights of copies both ways, over that of a CPU update, by the rates of all three at once.
-
-    None if they did not slow each other down.
-    """
-    speeds = {
-        "": figures["cpu_update_rate_beside"].value / figures["cpu_update_rate"].value,
-        **link.speeds_beside(figures),
-    }
-    if min(speeds.values()) > UNCONTENDED:
-        return {}
-    spread = max(figures[name].spread for name in figures if name.endswith("_beside"))
-    return {
-        f"{name.removesuffix('_bandwidth')}_weight": Figure(speed / speeds[""], spread)
-        for name, speed in speeds.items()
-        if name
-    }
-
-
 def _host_bandwidth(figures: dict[str, Figure]) -> Figure:
     """Return the bytes/s of host memory that one rank reaches.
 
-    The model (`perfmodel.lanes.shared_speeds`) lets CPU update and transfers run at their own rates until the bytes/s
-    they cause together reach the host bandwidth, and from there on shares it in proportion to weights. So the bandwidth
-    is the sum of the bytes/s of a CPU update (`MIXED.update_traffic` per parameter) and of transfers both ways (one
-    byte each) while all three run at once, and the weights are the shares of their own rates that the transfers kept
-    then, over the CPU's; measured for each number of threads. Where they did not slow each other down, the bandwidth
-    may be larger, and the model predicts the same: no slowdown. Without transfers it is the bytes/s of the CPU update
-    alone. It is never less than the bytes/s of the CPU update or transfers alone, or of CPU update, reads and writes
-    together, because the model would slow them down even then. `cpu_traffic_factor` stays 1.
+    With copies it is the one that explains how updates and copies slowed each other down (`sharing.shares`), else the
+    bytes/s of the CPU update alone (`MIXED.update_traffic` per parameter). It is never less than the bytes/s of the CPU
+    update or of copies (one byte each) alone, or of CPU update, reads and writes together, because the model would slow
+    them down even then. `cpu_traffic_factor` stays 1.
     """
     combinations = [
         ("cpu_update_rate",),
         ("h2d_bandwidth_duplex", "d2h_bandwidth_duplex"),
-        ("cpu_update_rate_beside", "h2d_bandwidth_beside", "d2h_bandwidth_beside"),
+        ("host_bandwidth",),
         (UPDATE_BESIDE, "disk_read_bandwidth_beside", "disk_write_bandwidth_beside"),
     ]
 

@@ -6,7 +6,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -171,7 +171,7 @@ class Link(NamedTuple):
     """The measurements of a link.
 
     rates: the fields of HardwareProfile, by operation. latency: the field of the fixed cost.
-    update: the name of the rate of CPU updates beside it.
+    update: the name of the rate of CPU updates beside both ways.
     nbytes, small: bytes of a transfer, and of a small one, which shows the fixed cost.
     transfer: runs some transfers one way, with the bytes of each; returns their spans.
     """
@@ -192,32 +192,40 @@ class Link(NamedTuple):
 
     def duplex(self, alone: Mapping[str, Figure]) -> dict[str, Figure]:
         """Measure the bytes/s of each way while both run, without the fixed cost, as alone."""
-        alone_s, seconds = self._seconds(alone), self._together(alone)
+        alone_s, seconds = self._seconds(alone), self._together(alone, self.rates)
         return {f"{name}_duplex": seconds[op].rate(alone[name].value * alone_s[op]) for op, name in self.rates.items()}
 
-    def beside(self, alone: Mapping[str, Figure], update: Work, numel: int) -> dict[str, Figure]:
-        """Measure bytes/s of each way and parameters/s of `update` while all three run, fixed costs included.
+    @property
+    def ways(self) -> list[tuple[Op, ...]]:
+        """Each way, and both."""
+        return [*((op,) for op in self.rates), tuple(self.rates)]
+
+    def names_beside(self, ways: tuple[Op, ...]) -> list[str]:
+        """Return the names of the rates of updates and of copies these ways while all of them run."""
+        if len(ways) > 1:
+            return [self.update, *(f"{self.rates[op]}_beside" for op in ways)]
+        name = self.rates[ways[0]]
+        return [f"{self.update}_{name.removesuffix('_bandwidth')}", f"{name}_beside_update"]
+
+    def beside(self, alone: Mapping[str, Figure], update: Work, numel: int, ways: tuple[Op, ...]) -> dict[str, Figure]:
+        """Measure parameters/s of `update` and bytes/s of these ways while all of them run, fixed costs included.
 
         numel: parameters of one update.
         """
-        seconds = self._together(alone, update)
-        rates = {f"{name}_beside": seconds[op].rate(self.nbytes) for op, name in self.rates.items()}
-        return {self.update: seconds[Op.UPDATE].rate(numel), **rates}
+        seconds = self._together(alone, ways, update)
+        rates = [seconds[Op.UPDATE].rate(numel), *(seconds[op].rate(self.nbytes) for op in ways)]
+        return dict(zip(self.names_beside(ways), rates, strict=True))
 
-    def speeds_beside(self, figures: Mapping[str, Figure]) -> dict[str, float]:
-        """Return the share of the rate while both ways run that each way kept beside updates as well, by its field."""
-        alone_s = self._seconds(figures)
-        return {
-            name: alone_s[op]
-            * figures[name].value
-            / figures[f"{name}_duplex"].value
-            * figures[f"{name}_beside"].value
-            / self.nbytes
-            for op, name in self.rates.items()
-        }
+    def rate_without(self, figures: Mapping[str, Figure], op: Op, ways: tuple[Op, ...]) -> float:
+        """Return the bytes/s of one of these ways while no updates run, fixed costs included."""
+        name = self.rates[op]
+        without = figures[name if len(ways) == 1 else f"{name}_duplex"].value
+        return self.nbytes / self._seconds(figures)[op] * without / figures[name].value
 
-    def _together(self, alone: Mapping[str, Figure], update: Work | None = None) -> dict[Op, Figure]:
-        works = {op: partial(self.transfer, op, self.nbytes) for op in self.rates}
+    def _together(
+        self, alone: Mapping[str, Figure], ways: Collection[Op], update: Work | None = None
+    ) -> dict[Op, Figure]:
+        works = {op: partial(self.transfer, op, self.nbytes) for op in ways}
         return self.rounds.together(works, max(self._seconds(alone).values()), update)
 
     def _seconds(self, alone: Mapping[str, Figure]) -> dict[Op, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dos.devices.base import Copy
 from dos.devices.pinned import pinned_parts, without_borders
 from dos.torch_internals.operators import copy_all, queue_copies
+from perfmodel.lanes import PIECE_BYTES
 
 SMALL_BYTES = 1 << 17
 """Pieces below this size share a copy: a link moves about as much while the host issues one copy."""
@@ -18,9 +19,6 @@ FEW = 4
 than their copies."""
 RUN_BYTES = 1 << 24
 """The most bytes that a shared copy moves, and needs on the device meanwhile."""
-PIECE_BYTES = 1 << 25
-"""The most bytes that any copy moves. Between pieces of state of this size other copies can run: of saved tensors, for
-which compute waits, or of the caller's next batch."""
 
 
 def joined(copies: Iterable[Copy]) -> list[Copy]:

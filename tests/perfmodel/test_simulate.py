@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from perfmodel import Lane, Op, Placement, Plan, Timeline
 from perfmodel.demand import speed_beside_updates
 from perfmodel.hardware import HardwareProfile
-from perfmodel.lanes import CPU, D2H, H2D, Stream, lane_speeds, run_tasks, shared_speeds
+from perfmodel.lanes import CPU, D2H, H2D, PIECE_BYTES, Stream, lane_speeds, run_tasks, shared_speeds
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
 from perfmodel.tasks import Schedule
@@ -56,6 +56,25 @@ def test_saved_tensors_interrupt_copies_of_state() -> None:
     start, end = run_tasks([(Stream.COMPUTE, 1.0, 0.0, ()), *copies], machine())
     assert start == pytest.approx([0, 0, 5, 1])
     assert end == pytest.approx([1, 5, 6, 3])
+
+
+@pytest.mark.parametrize(
+    ("pieces", "comes_s", "takes_s", "ends"),
+    [
+        (4.0, 1.0, 2.0, [6, 3]),
+        (4.0, 1.0, 3.0, [4, 7]),  # the other one has no more left than this
+        (4.0, 3.5, 0.2, [4, 4.2]),  # nor a whole piece
+        (1.0, 1.0, 2.0, [4, 6]),  # or is one piece
+    ],
+)
+def test_of_two_copies_in_pieces_the_shorter_one_ends_first(
+    pieces: float, comes_s: float, takes_s: float, ends: list[float]
+) -> None:
+    """One of 4 s, and one that comes later."""
+    rate = pieces * PIECE_BYTES / 4.0
+    copies = (Stream.PREFETCH, 4.0, rate, ()), (Stream.PARAMETER, takes_s, rate, (0,))
+    _, end = run_tasks([(Stream.GPU, comes_s, 0.0, ()), *copies], machine(host_bandwidth=math.inf))
+    assert end[1:] == pytest.approx(ends)
 
 
 @pytest.mark.parametrize(

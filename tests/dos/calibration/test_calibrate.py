@@ -14,12 +14,10 @@ import torch
 from dos import DOSAdam, EmulatedDevice
 from dos.calibration import command as calibrate
 from dos.calibration import measure
-from dos.calibration.bench import BANDWIDTHS
-from dos.calibration.rounds import Figure, Link, Rounds
+from dos.calibration.rounds import Figure, Rounds
 from dos.machine import profiles
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import RATES, SPEEDS, WEIGHTS, HardwareProfile, Provenance
-from perfmodel.lanes import CPU, D2H, H2D, LANES, lane_speeds
 from tests.support.calibration import TINY
 from tests.support.clock import compares_with_a_clock
 from tests.support.processes import python
@@ -94,24 +92,6 @@ def test_an_emulated_machine_measures_as_itself(tmp_path: Path) -> None:
 def test_without_contention_the_model_predicts_none() -> None:
     roomy = dataclasses.replace(MACHINE, host_bandwidth=1e12, copy_latency_s=0.0, launch_latency_s=0.0)
     assert_measures_as(roomy, {"host_bandwidth": 28 * 2e6 + 36e6 + 24e6})
-
-
-def test_weights_are_those_with_which_the_model_shares() -> None:
-    numel, nbytes = 10**5, 2 * 10**6
-    figures = {name: Figure(getattr(MACHINE, name), 0.1) for name in RATES} | {"copy_latency_s": Figure(20e-3, 0.1)}
-    link = Link(Rounds(TINY, lambda value: [value]), BANDWIDTHS, "copy_latency_s", "", nbytes, 1, lambda op, size: [])
-    cpu_s = LANES[Lane.CPU].seconds(numel, MACHINE)
-    alone = {CPU: cpu_s, H2D: LANES[Lane.H2D].seconds(nbytes, MACHINE), D2H: LANES[Lane.D2H].seconds(nbytes, MACHINE)}
-    sizes = {CPU: numel, H2D: nbytes, D2H: nbytes}
-    for host, shared in ((130e6, True), (1e12, False)):
-        busy = {lane: sizes[lane] * (28 if lane == CPU else 1) / seconds for lane, seconds in alone.items()}
-        speeds = lane_speeds(busy, dataclasses.replace(MACHINE, host_bandwidth=host))
-        names = {CPU: "cpu_update_rate", H2D: "h2d_bandwidth", D2H: "d2h_bandwidth"}
-        for lane, name in names.items():
-            figures[f"{name}_beside"] = Figure(sizes[lane] / alone[lane] * speeds[lane], 0.2)
-        figures["cpu_update_rate"] = Figure(numel / cpu_s, 0.1)
-        expected = {name: pytest.approx(getattr(MACHINE, name)) for name in WEIGHTS} if shared else {}
-        assert {name: figure.value for name, figure in measure.weights(figures, link).items()} == expected
 
 
 def test_a_profile_has_rates_for_each_number_of_threads() -> None:
