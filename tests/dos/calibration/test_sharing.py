@@ -143,6 +143,14 @@ def h100(triple: str) -> tuple[HardwareProfile, dict[tuple[str, ...], Kept]]:
     return profile, kept
 
 
+def test_the_table_of_the_results() -> None:
+    page = (RESULTS / "README.md").read_text()
+    for lanes in TOGETHER:
+        rates = rates_by_lanes()[lanes]
+        cells = [f" {rates[lane] / 1e9:.1f} " if lane in rates else " " for lane in NUMBERS]
+        assert f"| {', '.join(lanes)} |{'|'.join(cells)}|\n" in page
+
+
 @pytest.mark.parametrize("triple", ["calibration", "step"])
 def test_pairs_and_all_three_lanes_of_an_h100_are_within_a_tenth(triple: str) -> None:
     profile, kept = h100(triple)
