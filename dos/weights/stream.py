@@ -95,7 +95,7 @@ class WeightStream:
 
     def renew(self) -> None:
         """Take the homes that a forked child lacks away from it: touching one would be a segmentation fault."""
-        for block in self.blocks:
+        for block in [each for each in self.blocks if not each.lost]:  # in a child of a child they are no tensors
             for member in block.members:
                 if lost(member.parameter):
                     block.lost = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ def test_a_weight_that_the_child_already_refers_to_raises_too(runtime: Runtime) 
     assert in_child(lambda: (kept.shape, kept.grad, kept.numel(), isinstance(kept, torch.nn.Parameter))) == ""
     assert type(kept) is torch.nn.Parameter
     del optimizer
+
+
+def test_a_child_of_a_child_is_told_so_too(
+    runtime: Runtime, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = started(0, True, None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: print(raised.exc_value, flush=True))
+    for name, read in {**READS, **OF_WEIGHTS}.items():
+        assert in_child(lambda: print(in_child(lambda: read(model, optimizer)), flush=True)) == "", name  # noqa: B023
+        assert capfd.readouterr().out.startswith(f"RuntimeError: {SAID}"), name
 
 
 @pytest.mark.parametrize("weights", [None, 0])
