@@ -9,7 +9,6 @@ rates of the machine.
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect
 from collections.abc import Iterable
 
 from perfmodel.answers import AMPLE, Answers
@@ -64,12 +63,16 @@ class AdaptivePlanner:
 
         proposed = min(counts, key=lambda n: self._answers_for(n, ample, profile).proposed_s(workload))
         best, before = best_of([proposed]), -1
-        while best != before and Placement.CPU in found[best][1].placements:
+        if found[best][1].placements.count(Placement.GPU_RESIDENT) == len(workload.subgroups):
+            return found[best][1]
+        while best != before:
             before, place = best, counts.index(best)
             best = best_of(counts[max(0, place - 1) : place + 2])
-        place = bisect(counts, best) - 1
-        if Placement.CPU in found[best][1].placements:
-            best = best_of((best + other) // 2 for other in counts[max(0, place - 1) : place + 2])
+        # With more threads only where all those of the next number are too many.
+        limit = (1 + FEWER) * found[best][0]
+        best = best_of(
+            (best + n) // 2 for n in counts[max(0, place - 1) : place + 2] if n < best or found[n][0] > limit
+        )
         return dataclasses.replace(found[best][1], threads=best)
 
     def _answers_for(self, threads: int, ample: Workload, profile: HardwareProfile) -> Answers:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from dos.step.late_host import REMEMBERED, LateHost
+from perfmodel import Lane, Op, Workload
+from perfmodel.adaptive import AdaptivePlanner, adaptive
+from perfmodel.format import SPLIT
+from perfmodel.hardware import HardwareProfile
+from perfmodel.simulate import Scope, makespan, simulate
+from tests.support import ROOT
 
 ALONE_S = 0.135
 SLOWDOWN = {4: 1.36, 6: 1.54, 12: 2.08}
@@ -54,3 +62,25 @@ def test_another_batch_is_learned_anew() -> None:
         host.add(*lasts(0.8, 12, 0.9), ALONE_S, SLOWDOWN[12])
     host.add(2 * ALONE_S, 0.1, 2 * ALONE_S, SLOWDOWN[12])
     assert host.share == 0.0
+
+
+@pytest.mark.parametrize("share", [0.5, 0.72, 0.9])
+@pytest.mark.parametrize("residents", [0, 16])
+def test_plans_settle_by_what_they_show(residents: int, share: float) -> None:
+    """A plan whose updates make backward longer does not believe that more of them fit beside it."""
+    profile = HardwareProfile.load(ROOT / "experiments/results/nvidia-h100-2026-11-28/profile.json")
+    work = Workload.of_sizes([36_100_000] * 33, SPLIT, forward_s=0.045, backward_s=ALONE_S, in_backward=True)
+    free = (residents + 0.5) * work.slot_bytes
+    work = dataclasses.replace(work, peak_free_bytes=free, shared_free_bytes=free)
+    truth, scope, host = dataclasses.replace(work, host_share=share), Scope.beside(work), LateHost()
+    planner, plans = AdaptivePlanner(), []
+    for _ in range(4 * REMEMBERED):
+        plans.append(planner(dataclasses.replace(work, host_share=host.share), profile))
+        shown = simulate(plans[-1], truth, profile, scope)
+        end = max(span.end for span in shown.spans if span.op is Op.BACKWARD)
+        beside = sum(max(0.0, min(s.end, end) - s.start) for s in shown.spans if s.lane is Lane.CPU)
+        host.add(end, beside, ALONE_S, profile.with_threads(plans[-1].threads).slowdown)
+    assert len(set(plans)) <= 2
+    each = [profile.with_threads(n).replace(by_threads=()) for n in (1, 2, 4, 8, 12)]
+    best = min(makespan(adaptive(truth, one), truth, one, scope) for one in each)
+    assert makespan(plans[-1], truth, profile, scope) <= 1.04 * best
