@@ -19,6 +19,7 @@ from dos.devices import Device, checked_device
 from dos.gradients.torch_clipping import refuse_clipping, watch_clipping
 from dos.gradients.zeroing import tell_others, watch_zeroing, zero_grad_of_optimizers
 from dos.guard import shell
+from dos.machine.threads import switching_often
 from dos.options import Options, folders_of
 from dos.parameters.hooks import check_model
 from dos.parameters.loading import checked, to_be_filled
@@ -203,7 +204,8 @@ class DOSAdam(Optimizer):
         # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may
         # wait: a deadlock.
         self._session.waiting.finish_others()
-        self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        with switching_often():
+            self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         return loss
 
     def synchronize(self) -> None:

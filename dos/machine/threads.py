@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ class Cores(NamedTuple):
     cpus: frozenset[int]
     threads: int
 
+
+SWITCH_S = 1e-4
+"""The seconds for which a thread keeps Python's lock beside others that want it, while `step()` issues work."""
 
 _bound = threading.local()
 """Of this thread: .threads, on the cores that it is bound to; .leaves_cores, whether it does; .planned, by a plan."""
@@ -203,3 +207,21 @@ def _parse_list(text: str) -> frozenset[int]:
 
 def _text(path: Path) -> str:
     return path.read_text().strip()
+
+
+@contextmanager
+def switching_often() -> Iterator[None]:
+    """Let this thread give up Python's lock often meanwhile, if others want it.
+
+    By default it keeps the lock for 5 ms, in which the CPU lane's next update or upload cannot be prepared: as long as
+    an update of 25 million parameters.
+    """
+    before = sys.getswitchinterval()
+    if before <= SWITCH_S:  # as the user, or another optimizer's step, has set it
+        yield
+        return
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -89,7 +89,7 @@ class Turns:
     def let_begin(self, turn: Turn) -> None:
         """Wait until the update of this turn, the first one, has begun, if it can begin now.
 
-        Else the caller would keep Python's lock for up to `sys.getswitchinterval()`, 5 ms, and the lane would idle.
+        Else they would get Python's lock from the caller again and again, each time late, and the lane would idle.
         """
         if all(map(has_ended, turn.ready)):
             self.order.await_begin(BEGIN_S)

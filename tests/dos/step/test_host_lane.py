@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -456,3 +456,33 @@ def test_what_arrives_while_an_update_runs_goes_before_what_was_there(late: bool
         found = sorted(each.result(WAIT_S)[1].number for each in takers)
         turns.close()
     assert found == ([0, 2] if late else [1, 2])
+
+
+@pytest.mark.parametrize("of_user", [5e-3, 5e-5])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_caller_gives_up_pythons_lock_often_in_step(
+    of_user: float, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the second turn, and the upload of the first one, wait for it for 5 ms each, as on an H100."""
+    model, found = mlp(), list[float]()
+    optimizer = DOSAdam(model.parameters(), device=EmulatedDevice(FAST, 10**9), policy="cpu")
+    give = Turns.give
+
+    def given(turns: Turns, turn: Turn) -> None:
+        found.append(sys.getswitchinterval())
+        give(turns, turn)
+        if fails:
+            raise RuntimeError
+
+    monkeypatch.setattr(Turns, "give", given)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(of_user)
+    try:
+        backward(model, 0)
+        with pytest.raises(RuntimeError) if fails else nullcontext():
+            optimizer.step()
+        assert sys.getswitchinterval() == pytest.approx(of_user), "the user's again"
+    finally:
+        sys.setswitchinterval(before)
+    assert found
+    assert found == pytest.approx([min(of_user, 1e-4)] * len(found))
