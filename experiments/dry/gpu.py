@@ -10,7 +10,6 @@ import ctypes
 import functools
 import mmap
 import os
-import statistics
 import sys
 import time
 import types
@@ -44,8 +43,8 @@ def install(machine: Machine, costs: Costs | None = None, threads: int = 0) -> N
     """Do it, before anything imports dos, or torch uses a device. threads: of the CPU lane; 0: as dos chooses."""
     costs = costs or Costs()
     if costs.slower is None:
-        _comparison.append(machine.python_s)
-        costs = replace(costs, slower=statistics.median(machine.python_s / _python_s() for _ in range(100)))
+        _compared.append(machine.python_s)
+        costs = replace(costs, slower=machine.python_s / min(_python_s() for _ in range(100)))
     figures = machine.all_figures
     lib.sim_dry(_doubles(figures), CORES + 1, _doubles(astuple(costs)))
     lib.sim_capacity(machine.device_bytes)
@@ -93,7 +92,7 @@ def install(machine: Machine, costs: Costs | None = None, threads: int = 0) -> N
     machine_threads.set_kernel_threads(threads)
 
 
-_comparison: list[float] = []
+_compared: list[float] = []
 """What the machine takes for `python_loop`, if Python's speed here is compared with it."""
 
 
@@ -141,7 +140,7 @@ def taking(seconds: float) -> Iterator[None]:
     """Let the host take so long, what it does within counted, and with Python's lock half of the time."""
     holding.sim_pay()
     begin = time.perf_counter()
-    for machine_s in _comparison:  # other programs slow this machine's cores
+    for machine_s in _compared:  # other programs slow this machine's cores
         lib.sim_compare(machine_s / _python_s())
     yield
     left = seconds - (time.perf_counter() - begin)
@@ -151,6 +150,16 @@ def taking(seconds: float) -> Iterator[None]:
         left -= SLICE_S
         spend, other = other, spend
     lib.sim_paid()
+
+
+class _Aside:
+    """What runs within is none of the machine's time, such as what stands here for the extension."""
+
+    def __enter__(self) -> None:
+        holding.sim_pay()
+
+    def __exit__(self, *_: object) -> None:
+        holding.sim_paid()
 
 
 def issued_s() -> float:
@@ -196,9 +205,10 @@ class _HostKernel:
         """The arguments of sim_host_update."""
         from dos.kernels.adam import STEP
 
-        words = np.ctypeslib.as_array((ctypes.c_int64 * (rows * (STEP + 1))).from_address(address))
-        state, numel = _numel(words.reshape(rows, STEP + 1))
-        traffic = state.update_traffic * self._machine.profile.cpu_traffic_factor
+        with _Aside():
+            words = np.ctypeslib.as_array((ctypes.c_int64 * (rows * (STEP + 1))).from_address(address))
+            state, numel = _numel(words.reshape(rows, STEP + 1))
+            traffic = state.update_traffic * self._machine.profile.cpu_traffic_factor
         return numel, self._rate(state, threads), traffic, threads
 
 
@@ -207,12 +217,11 @@ class _Order:
 
     def __init__(self, kernel: _HostKernel) -> None:
         self._kernel, self._order = kernel, lib.sim_order()
+        for name in ("enter", "leave", "await_begin", "await_end", "serve", "stop", "close"):
+            setattr(self, name, functools.partial(getattr(lib, f"sim_order_{name}"), self._order))
 
     def __del__(self) -> None:
         lib.sim_order_delete(self._order)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return functools.partial(getattr(lib, f"sim_order_{name}"), self._order)
 
     def adam_update(
         self, place: int, address: int, rows: int, scalars: object, threads: int, isa: object
@@ -227,19 +236,21 @@ class _Arrivals:
 
     def __init__(self, query: int) -> None:
         self._arrivals = lib.sim_arrivals()
+        for name in ("end", "close", "fail", "wait", "waiting"):
+            waits = name in ("wait", "waiting")
+            function = getattr(lib if waits else holding, f"sim_arrivals_{name}")
+            setattr(self, name, functools.partial(function, self._arrivals))
 
     def __del__(self) -> None:
         lib.sim_arrivals_delete(self._arrivals)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        waits = name in ("wait", "waiting")
-        return functools.partial(getattr(lib if waits else holding, f"sim_arrivals_{name}"), self._arrivals)
-
     def give(self, number: int, rank: int, events: Sequence[int], untold: int) -> None:
-        holding.sim_arrivals_give(self._arrivals, number, rank, _addresses(events), len(events), untold)
+        with _Aside():
+            holding.sim_arrivals_give(self._arrivals, number, rank, _addresses(events), len(events), untold)
 
     def tell(self, number: int, events: Sequence[int]) -> None:
-        holding.sim_arrivals_tell(self._arrivals, number, _addresses(events), len(events))
+        with _Aside():
+            holding.sim_arrivals_tell(self._arrivals, number, _addresses(events), len(events))
 
     def take(self) -> tuple[int, int]:
         place = ctypes.c_long()
@@ -283,7 +294,8 @@ def _device_kernel(machine: Machine) -> Callable[..., Any]:
     """In place of `GpuBatch.prepare`."""
 
     def prepare(batch: object, steps: object, table: np.ndarray, held: object = None) -> Callable[[], None]:
-        state, numel = _numel(table)
+        with _Aside():
+            state, numel = _numel(table)
 
         def queue() -> None:
             holding.sim_pay()

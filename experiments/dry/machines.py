@@ -41,17 +41,17 @@ STEPS = 50
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds that the host takes for a runtime's call, as in traces of an H200 whose CPU lane updates nothing.
+    """Seconds that the host takes for a runtime's call, without Python: together as phases.jsonl of the H200 has them.
 
     stretch: by which everything takes longer on the host, for each thread that updates on the CPU.
     device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
     slower: how many times as long as here all else takes on the host, such as Python; None: as this machine shows.
     """
 
-    copy_s: float = 6e-6
-    event_s: float = 1.5e-6
-    launch_s: float = 8e-6
-    stats_s: float = 22e-6
+    copy_s: float = 10e-6
+    event_s: float = 0.7e-6
+    launch_s: float = 6e-6
+    stats_s: float = 1e-6
     stretch: float = 0.09
     device_bandwidth: float = 3e12
     slower: float | None = None

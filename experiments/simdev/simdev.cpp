@@ -114,37 +114,72 @@ struct Dry {
     return at_once([&](auto&) { return moment->done; });
   }
 };
-std::unique_ptr<Dry> dry;
+Dry* dry = nullptr;
 
-constexpr int COMPARISONS = 256;  // of Python's speed, whose mean counts
+constexpr int COMPARISONS = 256;    // of Python's speed, whose mean counts
 constexpr double AWAKE_S = 100e-6;  // before time is up, from which a thread does not sleep
-// CPU time of this thread that has been paid for: all of it up to now.
-thread_local double paid = -1;
-double used() {
-  timespec time;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return time.tv_sec + 1e-9 * time.tv_nsec;
-}
-// Keeps the host for some time, counted from when it is made: a call of a runtime. First it pays for what this thread
-// has run since the last one, such as Python.
-struct Call {
-  double seconds, begin;
-  explicit Call(double Dry::*cost) : Call(dry ? dry.get()->*cost : 0) {
-    if (dry) std::shared_lock<std::shared_mutex> held(dry->freeing);
+constexpr double OFTEN_S = 15e-6;   // between two settlements, for looking at the CPU time is a call of the system
+// What this thread has run, such as Python, takes longer on the machine's host; so do a runtime's calls. It pays later.
+struct Account {
+  double settled = -1;  // at which time
+  double used = 0;      // CPU time of this thread then
+  double aside = 0;     // seconds since then that are none of the machine's time
+  double owed = 0;      // seconds of calls since then
+
+  // Where there are two cores, forward and backward have one to themselves: the CPU time of threads that take turns on
+  // one is several times as long, and the machine has a core for each.
+  Account() {
+    char name[16] = "";
+    pthread_getname_np(pthread_self(), name, sizeof name);
+    bool first = gettid() == getpid() || strstr(name, "autograd");
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    if (first)
+      CPU_SET(0, &cores);
+    else
+      for (unsigned i = 1; i < std::thread::hardware_concurrency(); ++i) CPU_SET(i, &cores);
+    sched_setaffinity(0, sizeof cores, &cores);
   }
-  explicit Call(double seconds) : seconds(seconds), begin(dry ? dry->now() : 0) {
-    if (dry && paid >= 0) this->seconds += (used() - paid) * (dry->slower - 1 / dry->stretched());
+  static double now() {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec + 1e-9 * time.tv_nsec;
+  }
+  // From here on, whatever ran before is none of the machine's time.
+  void forget() { settled = dry->now(), used = now(), aside = 0; }
+  void settle() {
+    if (settled >= 0) {
+      double ran = std::max(0.0, now() - used - aside);
+      owed += ran * (dry->slower - 1 / dry->stretched());
+    }
+    spend(std::exchange(owed, 0));
+  }
+  void spend(double seconds) {
+    for (double last = dry->now(), now; seconds > 0; last = now) {
+      std::this_thread::yield();  // this machine has few cores; who sleeps leaves the caches to other programs, too
+      now = dry->now();
+      seconds -= (now - last) / dry->stretched();
+    }
+    forget();
+  }
+};
+thread_local Account account;
+
+// A call of a runtime, which takes the host some time.
+struct Call {
+  double cost, begin = 0;
+  explicit Call(double Dry::*cost) : Call(dry ? dry->*cost : 0) {}
+  explicit Call(double cost) : cost(cost) {
+    if (!dry) return;
+    if (dry->now() - account.settled > OFTEN_S) account.settle();
+    begin = dry->now();
+    std::shared_lock<std::shared_mutex> held(dry->freeing);
   }
   ~Call() {
     if (!dry) return;
-    for (double last = begin, now; seconds > 0; last = now) {
-      now = dry->now();
-      seconds -= (now - last) / dry->stretched();
-      // This machine has few cores: others of this process have ours meanwhile.
-      double left = seconds * dry->stretched() - AWAKE_S;
-      left > 0 ? std::this_thread::sleep_for(std::chrono::duration<double>(std::min(left, AWAKE_S))) : std::this_thread::yield();
-    }
-    paid = used();
+    double took = dry->now() - begin;
+    account.aside += took;
+    account.owed += std::max(0.0, cost - took / dry->stretched());
   }
 };
 
@@ -162,12 +197,7 @@ struct Moment {
     changed.notify_all();
   }
   void wait() {
-    if (timed) {
-      { Call call(0.0); }
-      dry->wait(timed);
-      paid = used();
-      return;
-    }
+    if (timed) return account.settle(), dry->wait(timed), account.forget();
     std::unique_lock<std::mutex> held(mutex);
     changed.wait(held, [&] { return done; });
   }
@@ -262,7 +292,7 @@ struct Queue {
 
 constexpr int STREAMS = 64;
 std::mutex streams_mutex;
-std::vector<Queue*> queues;
+auto& queues = *new std::vector<Queue*>;  // for good, as threads use them until the process has ended
 int next_stream = 1;
 
 Queue& queue(int id) {
@@ -465,7 +495,7 @@ void SimAllocator::release(void* context) {
 
 // ---- host memory that the device may use by itself
 std::mutex pinned_mutex;
-std::map<char*, size_t> pinned;
+auto& pinned = *new std::map<char*, size_t>;
 
 bool is_pinned(const void* address, size_t n = 0) {
   std::lock_guard<std::mutex> held(pinned_mutex);
@@ -545,7 +575,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     queue((int)stream.id()).wait(static_cast<SimEvent*>(event)->moment);
   }
   bool queryEvent(void* event) const override {
-    Call call(&Dry::event_s);
+    Call call(0.0);
     return !event || !static_cast<SimEvent*>(event)->moment || static_cast<SimEvent*>(event)->moment->query();
   }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
@@ -989,15 +1019,15 @@ void sim_faults() {
 // From now on, which must be before the first stream is used. figures, count: of timed::Simulation. costs: of Dry, from
 // copy_s on.
 void sim_dry(const double* figures, int count, const double* costs) {
-  dry.reset(new Dry{{figures, count}, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6]});
+  dry = new Dry{{figures, count}, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6]};
 }
 // Keep the host for what this thread has run since it last called. Or say that this has been paid for.
-void sim_pay() { Call call(0.0); }
-void sim_paid() { paid = used(); }
+void sim_pay() { account.settle(); }
+void sim_paid() { account.forget(); }
 // Let it take so many times as long as here, by another comparison.
 void sim_compare(double slower) { dry->slower = dry->slower + (slower - dry->slower) / COMPARISONS; }
 // Keep the host, or the device's current stream.
-void sim_spend(double seconds) { sim_paid(), Call(seconds); }
+void sim_spend(double seconds) { account.spend(seconds); }
 void sim_busy(double seconds) { queue(current_stream).compute(seconds); }
 // Queue the kernel of an update.
 void sim_update(double seconds) { dry->notice(), queue(current_stream).compute(seconds); }
@@ -1027,7 +1057,10 @@ void sim_order_serve(void* order) {
 }
 void sim_order_enter(void* order, long place) { static_cast<dos::Order*>(order)->enter(place); }
 void sim_order_leave(void* order, long place) { static_cast<dos::Order*>(order)->leave(place); }
-void sim_order_await_begin(void* order, double seconds) { sim_pay(), static_cast<dos::Order*>(order)->await_begin(seconds); }
+void sim_order_await_begin(void* order, double seconds) {
+  sim_pay();
+  static_cast<dos::Order*>(order)->await_begin(seconds);
+}
 void sim_order_await_end(void* order, long place) { sim_pay(), static_cast<dos::Order*>(order)->await_end(place); }
 void sim_order_stop(void* order) { static_cast<dos::Order*>(order)->stop(); }
 void sim_order_close(void* order) { static_cast<dos::Order*>(order)->close(); }
