@@ -167,10 +167,11 @@ class Backward:
         check_slots(plan, self._registry.accelerated, self.decisions.memory.reading.memory.total)
         return plan
 
-    def stays(self, parameter: Tensor) -> bool:
-        """Count a gradient that backward has just written if no step uses it on the host; return False for any other.
+    def only_counts(self, parameter: Tensor) -> bool:
+        """Count a gradient that backward has just written if no more has to be done yet; return False for any other.
 
-        Where much state is resident, most gradients are of this kind. Called without the optimizer's lock.
+        So it is if no step uses it on the host, or if others of its subgroup are to come: most gradients are of these
+        kinds. Called without the optimizer's lock.
         """
         record = self._registry.records.get(id(parameter))
         if record is None or self._wanted.plan is None:
@@ -183,14 +184,18 @@ class Backward:
             # From half of backward on there may be memory for slots at any gradient, which `send` fills.
             if plan.slots and not self._ledger.stores.device.slots and self.departures.past_half:
                 return False
-            if wanted:
-                for subgroup, _ in self._registry.places[record]:
-                    if subgroup in wanted:
-                        return False
-            if self.may_change(record):
+            places = self._registry.places[record]
+            # Asked one by one where any may: most often none can.
+            if (self.replays or self.now.several_ranks or ddp.reduced) and self.may_change(record):
                 return False
+            leaves = wanted and places and (places[0][0] in wanted or any(s in wanted for s, _ in places[1:]))
+            if not leaves:
+                self.departures.count(record)
+            else:
+                waits = record.leaf is parameter and len(places[0][0].pieces) > 1
+                if not (waits and self.departures.wait(record, places, self.device)):
+                    return False
             self.count()
-            self.departures.count(record)
             return True
 
     def count(self) -> None:

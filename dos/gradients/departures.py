@@ -55,19 +55,27 @@ class _Seen:
 class Departure:
     """The gradients of one subgroup that backward sends to the host.
 
-    awaited: pieces whose gradients are expected in this iteration and not gathered yet; once it is empty, the gathered
-        ones are sent.
-    callers: the caller's queues in which the gathered gradients were written, or copied into another layout.
+    awaited: pieces whose gradients are expected in this iteration and have not come yet; once it is empty, the gathered
+        ones are sent, and those of `waiting`, which are gathered then.
+    callers: the caller's queues in which these gradients were written, or copied into another layout. queue: the number
+        of the last one that was added.
     whole: the transit of all pieces, and their tokens in the order of the pieces; None: they were not sent at once.
     """
 
     subgroup: Subgroup
     staging: Tensor
     awaited: set[Piece]
+    waiting: dict[Piece, _Seen] = field(default_factory=dict)
+    queue: int = -1
     gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
     sent: dict[Piece, tuple[Transit, Token]] = field(default_factory=dict)
     whole: tuple[Transit, Tokens] | None = None
+
+    def add(self, piece: Piece, flat: Tensor, written: Token) -> None:
+        """Gather the gradient of a piece. flat: of the whole parameter."""
+        part = flat if piece.numel == piece.record.numel else piece.of_parameter(flat)
+        self.gathered[piece] = (self.subgroup.staged_gradient(piece), part), written
 
     @property
     def copies(self) -> list[Copy]:
@@ -82,7 +90,13 @@ class Departure:
         else:
             self.whole = None
         self.sent |= {piece: (transit, written) for piece, (_, written) in self.gathered.items()}
-        self.gathered, self.callers = {}, set()
+        self.gathered, self.callers, self.queue = {}, set(), -1
+
+    def written_in(self, device: Device) -> None:
+        """Note the queue in which backward has written a gradient."""
+        # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
+        self.queue = device.caller_number()
+        self.callers.add(device.caller())
 
 
 class Departures:
@@ -137,17 +151,96 @@ class Departures:
             return []
         if gradient is None or not places:
             return []
+        found = self._look(record, seen, gradient, here=here)
+        if found is None:
+            return []
+        complete = []
+        for subgroup, piece in places:
+            departure = self._departures.get(subgroup)
+            if departure is None:
+                staging = record.arena.incoming.tensor
+                departure = self._departures[subgroup] = Departure(subgroup, staging, self._awaited(subgroup))
+            departure.awaited.discard(piece)
+            departure.add(piece, *found)
+            if departure.queue != device.caller_number():
+                departure.written_in(device)
+            if not departure.awaited and (not departure.waiting or self._gather_waiting(departure)):
+                complete.append(departure)
+        return complete
+
+    def wait(self, record: ParameterRecord, places: Sequence[tuple[Subgroup, Piece]], device: Device) -> bool:
+        """Count a gradient with which nothing is to be done until others of its subgroup have come; else return False.
+
+        Most of those that are sent are of this kind. It is looked at when the last one of its subgroup has come.
+        places: the parameter's pieces, at least one, each with its subgroup.
+        """
+        if len(places) > 1:
+            return False
+        subgroup, piece = places[0]
+        departure, seen, gradient = self._departures.get(subgroup), self._seen.get(record), record.parameter.grad
+        if departure is None or seen is None or not seen.untouched or record.wrapped or record.layout is not None:
+            return False
+        # Others are copied into another layout, or have their bits summed, in the queue in which they were written.
+        if type(gradient) is not Tensor or gradient.layout is not torch.strided or gradient.is_inference():
+            return False
+        if not gradient.is_contiguous():
+            return False
+        again = seen.gradient is not None and seen.gradient() is gradient
+        missing = seen.expected - (seen.times + 1 if again else 1)
+        if not missing:
+            if piece not in departure.awaited or len(departure.awaited) == 1:
+                return False
+            departure.waiting[piece] = seen
+            departure.awaited.discard(piece)
+            if departure.queue != device.caller_number():
+                departure.written_in(device)
+        elif missing < 0:
+            return False
+        self.count(record)
+        return True
+
+    def _gather_waiting(self, departure: Departure) -> bool:
+        """Gather the gradients that wait in a subgroup for the last one; return whether it is complete."""
+        staging, staged, gathered = departure.staging, departure.subgroup.staged, departure.gathered
+        for piece, seen in departure.waiting.items():
+            record, p = piece.record, piece.record.parameter
+            gradient, there = p.grad, staged.get(piece)
+            # User code may have dropped or replaced it, or written to the parameter, while it waited.
+            if gradient is None or seen.gradient is None or seen.gradient() is not gradient:
+                departure.awaited.add(piece)
+                continue
+            # As `_look` does for others, in one function: this runs for most gradients that are sent.
+            written = seen.written = Token(gradient, like=record.form)
+            usable = seen.times == seen.expected and seen.untouched and not (record.stand_in or record.written_late)
+            usable = usable and staging.dtype == gradient.dtype and not record.changed()
+            # A copy into another layout, and a sum of bits, would have to wait for the queue in which it was written.
+            if not usable or written.negated or gradient.requires_grad or not gradient.is_contiguous():
+                departure.awaited.add(piece)
+            elif there is not None and there[0] is staging:
+                gathered[piece] = (there[1], gradient.view(-1)), written
+            else:
+                departure.add(piece, gradient.view(-1), written)
+        departure.waiting = {}
+        return not departure.awaited
+
+    def _look(
+        self, record: ParameterRecord, seen: _Seen, gradient: Tensor, *, here: bool = True
+    ) -> tuple[Tensor, Token] | None:
+        """Return a gradient in the order of the record's memory, with its token; None if it would be sent in vain.
+
+        here: as for `Token`.
+        """
         # Before the copy is issued, because the step compares with the gradient as the copy reads it.
         written = seen.written = Token(gradient, here=here, like=record.form)
         if written.bits is not None:
             self._with_bits[record] = seen
-        staging = record.arena.incoming.tensor
-        # Another micro-batch will add to it, or user code always changes it: it would be sent in vain.
-        if seen.times != seen.expected or not seen.untouched or staging.dtype != gradient.dtype:
-            return []
+        # Another micro-batch will add to it, or user code always changes it.
+        if seen.times != seen.expected or not seen.untouched:
+            return None
+        if record.arena.incoming.tensor.dtype != gradient.dtype:
+            return None
         if record.changed() or record.stand_in or record.written_late:
-            return []  # the step first reads the parameter anew
-        caller = device.caller()
+            return None  # the step first reads the parameter anew
         plain = type(gradient) is Tensor
         if (
             plain
@@ -155,23 +248,9 @@ class Departures:
             and gradient.is_contiguous()
             and not (gradient.requires_grad or written.negated)
         ):
-            flat = gradient.view(-1)  # as below, with one call that lets go of Python's lock in place of four
-        else:
-            with torch.no_grad():
-                flat = record.flat_gradient(gradient if plain else local(gradient))
-        complete = []
-        for subgroup, piece in places:
-            departure = self._departures.get(subgroup)
-            if departure is None:
-                departure = self._departures[subgroup] = Departure(subgroup, staging, self._awaited(subgroup))
-            departure.awaited.discard(piece)
-            part = flat if piece.numel == record.numel else piece.of_parameter(flat)
-            departure.gathered[piece] = (subgroup.staged_gradient(piece), part), written
-            # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
-            departure.callers.add(caller)
-            if not departure.awaited:
-                complete.append(departure)
-        return complete
+            return gradient.view(-1), written  # as below, with one call that lets go of Python's lock in place of four
+        with torch.no_grad():
+            return record.flat_gradient(gradient if plain else local(gradient)), written
 
     def count(self, record: ParameterRecord, gradient: Tensor | None = None) -> _Seen:
         """Count a gradient that backward has written. gradient: the tensor that has it, if not `p.grad`."""
@@ -269,6 +348,7 @@ class Departures:
     def finish(self) -> None:
         """End the iteration, whose step has used the gradients or was skipped; learn which gradients were changed."""
         fired = [(record, seen) for record, seen in self._seen.items() if seen.written is not None]
+        waited = any(departure.waiting for departure in self._departures.values())
         checked = self._checked
         checked |= {self._seen[piece.record]: True for each in self._whole for piece in each.subgroup.pieces}
         all_changed = True
@@ -280,7 +360,7 @@ class Departures:
             seen.expected = seen.times
         self._fired_last = self._fired
         self.forget()
-        if fired and all_changed and not self._explained:
+        if fired and all_changed and not (waited or self._explained):
             self._explained = True
             logger.warning(
                 "gradients change between backward and step(), so they cannot leave during backward, which is slower; "

@@ -46,7 +46,7 @@ class Gradients:
                     )
                 on_device.replays = True  # replays run no hooks: only step() finds their gradients
                 return
-            if on_device.stays(parameter):
+            if on_device.only_counts(parameter):
                 return
         self._gradient_ready(parameter, leaf)
 

@@ -1,0 +1,86 @@
+"""Gradients that wait for others of their subgroup, with which they are sent to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dos import DOSAdam, EmulatedDevice
+from dos.gradients.departures import Departures
+from tests.support.training import FAST, everything, loss_of, mlp
+
+
+def replaced(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad = 2 * p.grad
+
+
+def dropped(p: Tensor) -> None:
+    p.grad = None
+
+
+def added_to(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad += 1e-3
+
+
+def in_other_strides(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad.data = (2 * p.grad).t().contiguous().t()
+
+
+def negated(p: Tensor) -> None:
+    assert p.grad is not None, "it waits"
+    p.grad.data = torch._neg_view(2 * p.grad)  # no public function makes such a view
+
+
+def written(p: Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def in_other_memory(p: Tensor) -> None:
+    p.data = p.data.clone()
+
+
+CHANGES = [replaced, dropped, added_to, in_other_strides, negated, written, in_other_memory]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_while_a_gradient_waits_is_trained_on(change: Any) -> None:
+    def everything_after(policy: str) -> list[bytes]:
+        model = mlp()
+        optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=10**6, device=EmulatedDevice(FAST, 10**9))
+        first, *_, last = [p for p in model.parameters() if p.ndim == 2]
+        for step in range(6):
+            if step == 3:
+                first.register_hook(lambda _: change(last))
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert everything_after("cpu") == everything_after("resident")
+
+
+def test_most_gradients_of_a_subgroup_wait_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, wait = list[bool](), Departures.wait
+
+    def noted(departures: Departures, *arguments: Any) -> bool:
+        waited.append(wait(departures, *arguments))
+        return waited[-1]
+
+    monkeypatch.setattr(Departures, "wait", noted)
+    model = nn.ParameterList(torch.randn(16) for _ in range(9))
+    model.append(torch.empty(0))  # which has no place in a subgroup
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=10**6, device=EmulatedDevice(FAST, 10**9))
+    for _ in range(3):
+        waited.clear()
+        sum(p.square().sum() for p in model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert waited.count(True) == 7, "all but the first one, which makes the plan, and the last one"
+    assert not waited[-1]
