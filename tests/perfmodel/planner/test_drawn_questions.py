@@ -81,5 +81,6 @@ def test_where_backward_updates_adaptive_is_not_behind(seed: int) -> None:
     except ValueError:  # such as several ranks
         return
     *others, best = outcomes(Situation(question))
+    limit = 1.1 if question.streams else 1.05  # the state of blocks that stream is divided less well
     if best.fits:
-        assert best.seconds <= 1.05 * min(each.seconds for each in others if each.fits)
+        assert best.seconds <= limit * min(each.seconds for each in others if each.fits)
