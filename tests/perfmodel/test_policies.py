@@ -237,6 +237,18 @@ def test_half_in_backward_on_an_h100_is_planned_as_was_fastest_on_it(host_share:
     assert 4 <= plan.threads <= 6
 
 
+@pytest.mark.parametrize(("host_share", "streams"), [(0.0, True), (0.67, False)])
+def test_nothing_is_streamed_beside_backward_where_the_host_is_late(host_share: float, streams: bool) -> None:
+    """On the dry H100 a plan that streamed 31 of 34 took 431 ms an iteration, without 312: the host issued it."""
+    profile = HardwareProfile.load(RESULTS / "nvidia-h100-2026-11-28" / "profile.json")
+    load = Workload.of_sizes(
+        [35_000_000] * 34, CODED, forward_s=0.045, backward_s=0.135, in_backward=True, host_share=host_share
+    )
+    free = 3.5 * load.slot_bytes
+    plan = adaptive(dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free), profile)
+    assert (Placement.GPU_STREAMED in plan.placements) == streams
+
+
 def test_operations_without_size_can_be_planned() -> None:
     load = Workload((SubgroupLoad(12, 0, 0, 0),) * 60)
     assert len(adaptive(load, machine())) == 60
