@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dos import DOSAdam, EmulatedDevice
 from dos.gradients.departures import Departures
+from tests.support.changes import in_other_memory, in_other_strides, negated, written
 from tests.support.training import FAST, everything, loss_of, mlp
 
 
@@ -25,25 +26,6 @@ def dropped(p: Tensor) -> None:
 def added_to(p: Tensor) -> None:
     assert p.grad is not None, "it waits"
     p.grad += 1e-3
-
-
-def in_other_strides(p: Tensor) -> None:
-    assert p.grad is not None, "it waits"
-    p.grad.data = (2 * p.grad).t().contiguous().t()
-
-
-def negated(p: Tensor) -> None:
-    assert p.grad is not None, "it waits"
-    p.grad.data = torch._neg_view(2 * p.grad)  # no public function makes such a view
-
-
-def written(p: Tensor) -> None:
-    with torch.no_grad():
-        p.mul_(0.5)
-
-
-def in_other_memory(p: Tensor) -> None:
-    p.data = p.data.clone()
 
 
 CHANGES = [replaced, dropped, added_to, in_other_strides, negated, written, in_other_memory]

@@ -26,6 +26,7 @@ from dos.in_backward.expected import Expectations
 from dos.step.ledger import Ledger
 from dos.step.parts import MOST_HELD, turn_seconds
 from perfmodel import Lane, Op, Placement, Span, Timeline, Workload
+from tests.support.changes import in_other_memory, in_other_strides, negated, written
 from tests.support.clock import WAIT_S
 from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
@@ -122,25 +123,6 @@ def test_a_gradient_that_is_replaced_while_its_subgroup_waits_for_others_is_trai
         return everything(model, optimizer)
 
     assert everything_after("backward") == everything_after("step")
-
-
-def in_other_strides(p: Tensor) -> None:
-    assert p.grad is not None, "it waits"
-    p.grad.data = (2 * p.grad).t().contiguous().t()
-
-
-def negated(p: Tensor) -> None:
-    assert p.grad is not None, "it waits"
-    p.grad.data = torch._neg_view(2 * p.grad)  # no public function makes such a view
-
-
-def written(p: Tensor) -> None:
-    with torch.no_grad():
-        p.mul_(0.5)
-
-
-def in_other_memory(p: Tensor) -> None:
-    p.data = p.data.clone()
 
 
 @pytest.mark.parametrize("place", ["host", "cpu", "resident"])
