@@ -202,13 +202,13 @@ class Answers:
                 left -= 1
                 best = look(before.division, on_cpu)
             step = step if best is not before else step // 2
-        limit = best.cost + self._alike * (self._compute_s + best.cost)
+        limit = self._as_good(best, self._alike)
         good = [choice for choice in found if choice.cost <= limit]
         return min(good, key=lambda choice: self._busy_s(workload, choice)), best.cost
 
-    def _as_good(self, best: Choice) -> float:
-        """The most that a plan costs which is about as good."""
-        return best.cost + ALIKE * (self._compute_s + best.cost)
+    def _as_good(self, best: Choice, share: float = ALIKE) -> float:
+        """The most that a plan costs which is about as good, to this share of the iteration."""
+        return best.cost + share * (self._compute_s + best.cost)
 
     def _least_s(self, division: Division, on_cpu: int) -> float:
         """Seconds by which a plan makes the iteration longer at least, by sums of work."""

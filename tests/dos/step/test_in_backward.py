@@ -12,6 +12,7 @@ import signal
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,35 +108,15 @@ def test_same_bits_as_updates_in_step(
     assert place == "host" or sum(map(len, parts)) >= 4 * 5, "all but the first step, in which nothing is known"
 
 
-@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
-@pytest.mark.parametrize("edit", [lambda gradient: None, lambda gradient: gradient.clamp(-1e-3, 1e-3)])
-def test_a_gradient_that_is_replaced_while_its_subgroup_waits_for_others_is_trained_on(edit: Any, place: Any) -> None:
-    def everything_after(updates: str) -> list[bytes]:
-        model = mlp()
-        optimizer = attached(model, updates, place, subgroup_size=10**6)
-        first, *_, last = model.parameters()
-        for step in range(4):
-            if step == 2:
-                first.register_hook(lambda _: setattr(last, "grad", edit(last.grad)))
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return everything(model, optimizer)
-
-    assert everything_after("backward") == everything_after("step")
-
-
-@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
-@pytest.mark.parametrize("change", [in_other_strides, negated, written, in_other_memory])
-def test_what_changes_while_a_subgroup_waits_for_others_is_trained_on(change: Any, place: Any) -> None:
-    """All of them are asked at once, from the third backward on."""
+def check_changes_are_trained_on(place: Any, change: Callable[[Tensor], None], *, ndim: int, after: int) -> None:
+    """Change the last parameter of `ndim` dimensions, or its gradient, while that waits: in two steps after some."""
 
     def everything_after(updates: str) -> list[bytes]:
         model = mlp()
         optimizer = attached(model, updates, place, subgroup_size=10**6)
-        first, *_, last = [p for p in model.parameters() if p.ndim == 2]
-        for step in range(6):
-            if step == 4:
+        first, last = next(model.parameters()), [p for p in model.parameters() if p.ndim == ndim][-1]
+        for step in range(after + 2):
+            if step == after:
                 first.register_hook(lambda _: change(last))
             loss_of(model, step).backward()
             optimizer.step()
@@ -143,6 +124,22 @@ def test_what_changes_while_a_subgroup_waits_for_others_is_trained_on(change: An
         return everything(model, optimizer)
 
     assert everything_after("backward") == everything_after("step")
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("edit", [lambda gradient: None, lambda gradient: gradient.clamp(-1e-3, 1e-3)])
+def test_a_gradient_that_is_replaced_while_its_subgroup_waits_for_others_is_trained_on(edit: Any, place: Any) -> None:
+    def replaced(p: Tensor) -> None:
+        p.grad = edit(p.grad)
+
+    check_changes_are_trained_on(place, replaced, ndim=1, after=2)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("change", [in_other_strides, negated, written, in_other_memory])
+def test_what_changes_while_a_subgroup_waits_for_others_is_trained_on(change: Any, place: Any) -> None:
+    """All of them are asked at once, from the third backward on."""
+    check_changes_are_trained_on(place, change, ndim=2, after=4)
 
 
 @pytest.mark.parametrize("place", ["host", "cpu", "resident"])
