@@ -52,6 +52,8 @@ WORTHWHILE = 0.01
 """Share of an iteration by which another plan must be shorter where all state could stay on the GPU."""
 
 
+AT_ONCE = 128
+"""Divisions of which the closed form is computed together: with more, its arrays take longer to allocate."""
 REMEMBERED = 64
 """Amounts of memory for which the plan is remembered."""
 _COST = attrgetter("cost")
@@ -64,6 +66,10 @@ AMPLE: dict[str, Any] = {
     "activation_host_bytes": math.inf,
 }
 """Memory of the workload that answers are for; each question has its own."""
+
+
+Memory = tuple[float, ...]
+"""These figures of a question."""
 
 
 class Choice(NamedTuple):
@@ -100,8 +106,10 @@ class Answers:
         self._least: dict[tuple[Division, int], float] = {}
         self._divided: dict[tuple[Division, int], Plan] = {}
         self._busy: dict[tuple[SubgroupLoad, Placement], float] = {}
-        self._plans: dict[tuple[float, ...], tuple[float, Plan]] = {}
+        self._plans: dict[Memory, tuple[float, Plan]] = {}
         """By memory."""
+        self._ranked: tuple[Memory, list[Division], list[Choice]] | None = None
+        """Of the last memory: its divisions, and the best plan of each by the closed form, the best first."""
         self._simulator = Simulator(workload, profile)
         self._part: Answers | None = None
         """For a part of so many subgroups that a simulation of all takes too long."""
@@ -113,7 +121,7 @@ class Answers:
 
         It follows from the arguments alone: what was found before is remembered, and changes no answer.
         """
-        memory = tuple(getattr(workload, name) for name in AMPLE)
+        memory = _memory(workload)
         if memory not in self._plans:
             if len(self._plans) == REMEMBERED:
                 self._plans.pop(next(iter(self._plans)))
@@ -124,11 +132,18 @@ class Answers:
 
     def proposed_s(self, workload: Workload) -> float:
         """Seconds of the iteration of the best plan by the closed form."""
-        return self._compute_s + min(choice.cost for choice in self._choices(_comparable(workload)))
+        return self._compute_s + self._rank(workload)[1][0].cost
+
+    def _rank(self, workload: Workload) -> tuple[list[Division], list[Choice]]:
+        """Return the divisions of this memory, and the best plan of each by the closed form, the best first."""
+        memory = _memory(workload)
+        if self._ranked is None or self._ranked[0] != memory:
+            some = _comparable(workload)
+            self._ranked = memory, some, sorted(self._choices(some), key=_COST)
+        return self._ranked[1:]
 
     def _choose(self, workload: Workload) -> Choice:
-        some = _comparable(workload)
-        choices = sorted(self._choices(some), key=_COST)
+        some, choices = self._rank(workload)
         if len(workload.subgroups) > (MOST_PLACED if workload.blocks or workload.activations else MOST_SIMULATED):
             return self._as_a_part(workload, choices)
         best, least_s = self._simulated(workload, choices)
@@ -255,8 +270,9 @@ class Answers:
     def _choices(self, some: Sequence[Division]) -> Iterator[Choice]:
         """For each division the best number of subgroups on the CPU, by the closed form."""
         missing = [division for division in some if division not in self._proposed]
-        if missing:
-            self._proposed |= zip(missing, self._balance.exposed(missing), strict=True)
+        for begin in range(0, len(missing), AT_ONCE):
+            few = missing[begin : begin + AT_ONCE]
+            self._proposed |= zip(few, self._balance.exposed(few), strict=True)
         for division in some:
             row = self._proposed[division]
             on_cpu = int(row.argmin())
@@ -282,6 +298,10 @@ class Answers:
         """The least and the largest number of subgroups on the CPU that a division allows."""
         row = self._proposed[division]
         return int(np.isfinite(row).argmax()), len(row) - 1
+
+
+def _memory(workload: Workload) -> Memory:
+    return tuple(getattr(workload, name) for name in AMPLE)
 
 
 def _reversed(plan: Plan) -> Plan:

@@ -259,7 +259,11 @@ class Balance:
 
         def add(what: tuple[Op, Stream], subgroup: int | None, size: int, after: tuple[int, ...]) -> int:
             op, stream = what
-            free[stream] = max([free[stream], *(ends[task] for task in after)]) + each_s[op] * size
+            begins = free[stream]
+            for task in after:
+                if ends[task] > begins:
+                    begins = ends[task]
+            free[stream] = begins + each_s[op] * size
             ends.append(free[stream])
             return len(ends) - 1
 
@@ -276,11 +280,12 @@ class Balance:
         """Seconds after which each lane has no work left. kind: of speeds, by row."""
         # The lanes are the first axis meanwhile, over which sums and the least take a fraction of the time.
         left = np.ascontiguousarray(np.moveaxis(piles, -1, 0))
-        now, ends, by_lane = np.zeros(left.shape[1:]), np.zeros_like(left), np.moveaxis(self._speeds, -1, 0)
+        now, ends = np.zeros(left.shape[1:]), np.zeros_like(left)
+        by_lane = self._speeds.reshape(-1, len(left)).T
         for _ in left:
             busy = left > 0
-            among = sum(lane.astype(np.intp) << number for number, lane in enumerate(busy))
-            speeds = by_lane[:, kind, among]
+            among = sum((lane * (1 << number) for number, lane in enumerate(busy)), kind * self._speeds.shape[1])
+            speeds = by_lane.take(among, axis=1)
             needed = np.where(busy, left / speeds, np.inf)
             step = needed.min(axis=0)
             through = needed <= step

@@ -28,6 +28,8 @@ from perfmodel.timeline import Op
 from perfmodel.windows import WindowUse
 from perfmodel.workload import BlockLoad, Workload
 
+_NEW = tuple.__new__
+
 
 class ScheduleBuilder:
     """The tasks of a schedule so far.
@@ -74,17 +76,19 @@ class ScheduleBuilder:
         It waits for the writers of all that it reads, and for the readers of all that it writes, or the writers if
         there are none. after: further tasks that it waits for. writes: with what it reads and changes.
         """
-        number = len(self.tasks)
-        here = (number,)
-        for buffer in reads:
-            if buffer.writers != after[:1]:
-                after = buffer.writers + after
-            buffer.readers += here
-        for buffer in writes:
-            after = (buffer.readers or buffer.writers) + after
-            buffer.writers, buffer.readers = here, ()
+        tasks = self.tasks
+        number = len(tasks)
+        if reads or writes:
+            here = (number,)
+            for buffer in reads:
+                if buffer.writers != after[:1]:
+                    after = buffer.writers + after
+                buffer.readers += here
+            for buffer in writes:
+                after = (buffer.readers or buffer.writers) + after
+                buffer.writers, buffer.readers = here, ()
         # As `Task` would make it, in two thirds of the time.
-        self.tasks.append(tuple.__new__(Task, (*what, subgroup, size, after, slot, others, move, window)))
+        tasks.append(_NEW(Task, (*what, subgroup, size, after, slot, others, move, window)))
         return number
 
     def send(self, i: int, size: int, piece: int) -> None:

@@ -118,14 +118,16 @@ _LANES = tuple(LANES.values())
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for lanes that fewer feed."""
-_FED = [(*service.streams, NEVER, NEVER, NEVER)[:4] for service in LANES.values()]
+_FED = [tuple(map(int, (*service.streams, NEVER, NEVER, NEVER)[:4])) for service in LANES.values()]
 """Each lane's streams, by its number; the last two go before the others."""
 _URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
-_FEEDS: dict[int, int] = {stream: number for number, service in enumerate(LANES.values()) for stream in service.streams}
+_FEEDS = [list(LANES).index(LANE_OF_STREAM[stream]) for stream in Stream]
 """The number of the lane that a stream feeds."""
 PIECE_BYTES = 1 << 25
 """The most bytes that any copy moves. Between pieces of state of this size other copies can run: those of another
 stream, or of the caller's next batch."""
+_NUMBERS = list(range(NEVER))
+"""Of streams, as integers alone: with members of an enum as places in lists a simulation takes a quarter longer."""
 _AT_ONCE, _NEXT = -2.0, -1.0
 """Since when tasks are ready that interrupt others, and that were interrupted."""
 _TURNS, _UPLOADS = int(Stream.CPU), int(Stream.PARAMETER)
@@ -145,7 +147,8 @@ def run_tasks(
     """
     if not tasks:
         return [], []
-    stream_of, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
+    streams, seconds, demand, after_of = map(list, zip(*tasks, strict=True))
+    stream_of = [_NUMBERS[stream] for stream in streams]
     infinite = math.inf
     queues, waits, dependents = _queued(stream_of, after_of)
     turns = queues[_TURNS]
@@ -183,11 +186,15 @@ def run_tasks(
         speeds = speeds_of.get(key)
         if speeds is None:
             speeds = speeds_of[key] = lane_speeds({lane: demands[lane] for lane in busy}, profile)
-        step = min([left[lane] / speeds[lane] for lane in busy])
+        step = infinite
+        for lane in busy:
+            alone = left[lane] / speeds[lane]
+            if alone < step:
+                step = alone
         now, least, free = now + step, step * 1e-12, []
         for lane in busy:
-            left[lane] -= step * speeds[lane]
-            if left[lane] <= least:
+            left[lane] = rest = left[lane] - step * speeds[lane]
+            if rest <= least:
                 free.append(lane)
         for lane in free[:]:
             busy.remove(lane)

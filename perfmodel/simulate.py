@@ -100,12 +100,12 @@ class Simulator:
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """Start and end of each task of a schedule, in seconds."""
         loads, kinds, known = self._workload.subgroups, self._kinds, self._costs
-        each_s, compute = self._workload.seconds_by_size, Stream.COMPUTE
+        each_s, compute, forward = self._workload.seconds_by_size, Stream.COMPUTE, Op.FORWARD
         kept = speed_beside_updates(self._workload, self._profile)
         tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
-                seconds, rate = each_s[op is Op.FORWARD] * size, kept
+                seconds, rate = each_s[op is forward] * size, kept
             else:
                 key = stream, size, kinds[subgroup or 0]
                 if key not in known:
