@@ -37,6 +37,7 @@ class Preparing:
         """
         parts, registry, on_device = self._assembly, self._registry, self._assembly.on_device
         if registry.offloaded.enabled:  # else behind the step's first work
+            self._taking.give_back_within()
             registry.renew_hooks()
         registry.place_gradients(parts.groups)
         departed = [] if on_device is None else on_device.departures.marked()

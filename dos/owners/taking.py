@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dos.owners.assembly import Assembly
 from dos.owners.waiting import Waiting
 from dos.parameters.admission import Group
 from dos.parameters.watching import hooks_of_others
+from dos.sharding.local import laid_out_as, local
 from dos.state.record import ParameterRecord
 from dos.torch_internals.modes import backward_number, when_backward_ends, writes_gradient
 from dos.weights.parts import check_parts
@@ -97,6 +98,29 @@ class Taking:
     def _backward_ends(self, number: int) -> None:
         """Add the gradients that `OffloadedGradients.take` has held in vain in this backward."""
         self._registry.offloaded.end_backward(number, self._ledger.lane)
+
+    @torch.no_grad()
+    @entry(*ANY)
+    def give_back(self, wanted: Collection[int]) -> None:
+        """Put offloaded gradients into `p.grad` of parameters that user code has taken out of this optimizer's groups.
+
+        Another optimizer may have them now, and finds later gradients there, too. wanted: the ids of such parameters.
+        """
+        self.give_back_within(wanted)
+
+    def give_back_within(self, wanted: Collection[int] | None = None) -> None:
+        """Do the same within another call of the optimizer. wanted: None for all that are gone."""
+        offloaded, own = self._registry.offloaded, set(map(id, self._assembly.parameters))
+        for record in [r for r in offloaded.records if id(r.parameter) not in own]:
+            parameter = record.parameter
+            if wanted is None or id(parameter) in wanted:
+                flat = offloaded.flat(record)
+                self._assembly.clipping.apply(offloaded.handle(record), flat)
+                values = record.shaped(flat.to(offloaded.dtype(record), copy=True)).to(local(parameter).device)
+                gradient = laid_out_as(values, parameter)
+                offloaded.forget([record])
+                self._registry.watching.watch(parameter, wanted=False)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def offload_the_rest(self) -> None:
         """Redistribute gradients to the placements of their parameters; if gradients are offloaded, offload all."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dos.devices import Caller, Job
 from dos.gradients.late_edits import EDITED, LateEdits
+from dos.gradients.zeroing import watched
 from dos.guard import ANY, entry, warn
 from dos.in_backward import TAKEN
 from dos.owners.assembly import Assembly
@@ -58,6 +59,7 @@ class Waiting:
     def finish_others(self) -> None:
         """Wait for other optimizers' updates of these parameters. Takes no lock: their threads may wait for ours.
 
+        It finds gradients in `p.grad` that another one has offloaded, whose parameter user code has moved to this one.
         Raises RuntimeError if another one has used gradients of these in backward, which this step would not find.
         """
         for other in self._registry.watching.others():
@@ -70,6 +72,13 @@ class Waiting:
             taken = [p for p in taken if self._registry.record(p) not in away]
             if taken:
                 raise RuntimeError(TAKEN.format(len(taken), tuple(taken[0].shape)))
+        for session in list(watched):
+            if session.assembly is not self._assembly and session.registry.offloaded.records:
+                away = self._registry.offloaded.records
+                found = (p for p in self._assembly.parameters if p.grad is None)
+                wanted = {id(p) for p in found if self._registry.record(p) not in away}
+                if wanted:
+                    session.taking.give_back(wanted)
 
     def end_last_step(self) -> None:
         """Wait for the last step before another begins, unless the device queues all of it before the next."""

@@ -138,18 +138,18 @@ class WeightHomes:
         and the next forward would run out of memory. Nothing may be in flight.
         """
         ordered = self._ordered()
-        # Home first, because blocks that move to the device need the memory of blocks that leave it.
-        for i, (block, _) in enumerate(ordered):
-            if i not in staying:
-                self.move(block, streams=True)
-        there = set(self.staying())
         try:
+            # Home first, because blocks that move to the device need the memory of blocks that leave it.
+            for i, (block, _) in enumerate(ordered):
+                if i not in staying:
+                    self.move(block, streams=True)
+            there = set(self.staying())
             for i in sorted(staying - there):
                 if workload.weight_bytes(there | {i}) > room:
                     return False
                 self.move(ordered[i][0], streams=False)
                 there.add(i)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             return False
         return True
 

@@ -14,7 +14,7 @@ from torch import nn
 from dos import DOSAdam
 from dos.machine import host_memory
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk
-from tests.support.training import FAST, bits, on
+from tests.support.training import FAST, assert_close_ulp, backward, bits, mlp, on
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -155,3 +155,62 @@ def test_state_that_is_kept_stays(place: str | float) -> None:
         found.append(bits([*model.parameters(), optimizer.state[model.sizes]["exp_avg"]]))
         assert optimizer.state[model.sizes]["step"] == 4
     assert found[0] == found[1]
+
+
+def _offloading(parameters: list[nn.Parameter]) -> DOSAdam:
+    return DOSAdam(parameters, lr=1e-2, **on("stride:2", offload_gradients=True, subgroup_size=300))
+
+
+def _plain(parameters: list[nn.Parameter]) -> DOSAdam:
+    return DOSAdam(parameters, lr=1e-2, **on("cpu", subgroup_size=300))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("makers", [(_offloading, _offloading), (_offloading, _plain), (_plain, _offloading)])
+def test_parameters_that_two_optimizers_exchange_keep_their_gradients(
+    makers: tuple[Any, Any], whole: bool, first: int
+) -> None:
+    """Between backward and step. whole: all parameters, with their state. first: which optimizer steps first."""
+    found = []
+    for make in ((_plain, _plain), makers):
+        model = mlp()
+        parameters = list(model.parameters())
+        optimizers = [make[0](parameters[:2]), make[1](parameters[2:])]
+        for step in range(5):
+            backward(model, step, micro_batches=2)
+            if step == 2:
+                lists = [optimizer.param_groups[0]["params"] for optimizer in optimizers]
+                if whole:
+                    states = [[each.state.pop(p) for p in own] for each, own in zip(optimizers, lists, strict=True)]
+                    for optimizer, own, state in zip(optimizers, lists[::-1], states[::-1], strict=True):
+                        optimizer.param_groups[0]["params"] = [*own]
+                        optimizer.state.update(zip(own, state, strict=True))
+                else:
+                    lists[0][0], lists[1][0] = lists[1][0], lists[0][0]
+            optimizers[first].step()
+            optimizers[1 - first].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        found.append(bits(parameters))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("make", [_plain, _offloading])
+def test_gradients_of_a_parameter_that_leaves_its_group_for_a_while_add_up(make: Any) -> None:
+    found = []
+    for maker in (torch.optim.AdamW, make):
+        model = mlp()
+        optimizer = maker(list(model.parameters()))
+        optimizer.param_groups[0]["lr"] = 1e-2
+        group = optimizer.param_groups[0]["params"]
+        for step in range(4):
+            backward(model, step)
+            if step == 1:
+                away = group.pop(0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                group.append(away)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert_close_ulp(found[1], found[0])

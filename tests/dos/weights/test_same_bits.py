@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from tests.support import ways
 from tests.support.activations import Net
-from tests.support.blocks import RUNS, HomesTouched, inputs, loss, net, start, train, trained
+from tests.support.blocks import RUNS, WIDE, HomesTouched, inputs, loss, net, start, train, trained
 from tests.support.crossings import crossed
 from tests.support.fake_ranks import fake_ranks
 from tests.support.training import FAST, SLOW, bits, everything
@@ -68,6 +68,21 @@ def test_state_on_disk(policy: Any, dtype: torch.dtype, tmp_path: Path) -> None:
         return everything(model, optimizer)
 
     assert run(0) == run(2) == run(None)
+
+
+def test_blocks_that_stay_while_the_host_has_no_room_for_them(tmp_path: Path) -> None:
+    """Each forward leaves out another block, so that the order of use would move some home."""
+
+    def run(**options: Any) -> list[bytes]:
+        model = net(torch.float32, blocks=4, width=WIDE)
+        optimizer = start(model, **options)
+        for step in range(5):
+            skipped = model.blocks[step % 4]
+            model.run = lambda block, x, skipped=skipped: x if block is skipped else block(x)
+            train(model, optimizer, 1, first=step)
+        return everything(model, optimizer)
+
+    assert run(weights=2, disk=tmp_path, host_memory=400_000) == run(weights=None)
 
 
 class Attention(nn.Module):
