@@ -80,7 +80,7 @@ class Look:
             return None
         count = self.records[0].count
         for record in self.records:
-            if record.count != count or record.stand_in or record.written_late or record.fresh:
+            if record.count != count or record.stand_in or record.written_late:
                 return None
         if [record for record in own if record.rewritten]:
             return None

@@ -88,20 +88,24 @@ class HostLane:
                 turns.abandon()
 
     def _take(self, turns: Turns) -> None:
-        use_threads(turns.threads)
-        while (found := turns.take()) is not None:
-            place, turn = found
-            try:
-                with turns.place(place):
-                    update = self._prepare(turn)
-                    # Beside the update before; the step's first update would wait for it.
-                    after = None if place == 0 else self._confirm(turn)
-                    span = self._update(turn, update, turns, place)
-                resolve(turn.done, self._send(turn, span, self._confirm(turn) if after is None else after))
-                turns.end()
-            except BaseException as error:
-                turns.end(error)
-                reject(turn.done, turns.error or error)
+        """Take turns as long as there are any. An exception outside of a turn fails those that nobody has answered."""
+        try:
+            use_threads(turns.threads)
+            while (found := turns.take()) is not None:
+                place, turn = found
+                try:
+                    with turns.place(place):
+                        update = self._prepare(turn)
+                        # Beside the update before; the step's first update would wait for it.
+                        after = None if place == 0 else self._confirm(turn)
+                        span = self._update(turn, update, turns, place)
+                    resolve(turn.done, self._send(turn, span, self._confirm(turn) if after is None else after))
+                    turns.end()
+                except BaseException as error:
+                    turns.end(error)
+                    reject(turn.done, turns.error or error)
+        except BaseException as error:
+            turns.fail(error)
 
     def _prepare(self, turn: Turn) -> HostUpdate | Callable[[], None]:
         """Return the update of a turn."""

@@ -324,7 +324,7 @@ class Ledger:
                 self._join([self.step.done[subgroup]])
             self.step.joined.add(subgroup)
 
-    def _join(self, done: Iterable[Future[Job]]) -> None:
+    def _join(self, done: Iterable[Future[Any]]) -> None:
         try:
             for future in done:
                 job = on_device(future.result())
@@ -365,7 +365,7 @@ class Ledger:
             # update several subgroups.
             self._join(dict.fromkeys(step.done.values()))
             if self._lane_done is not None:
-                self._lane_done.result()  # releases slots and rooms, whose memory the next forward may need
+                self._join([self._lane_done])  # releases slots and rooms, whose memory the next forward may need
             step.caller_resumed = self.device.mark()
 
     def queue(self) -> bool:
@@ -421,8 +421,11 @@ class Ledger:
         with contextlib.nullcontext() if step is None else step.iteration.held_up():
             spans = [] if step is None else step.spans(errors)
             unused = spans_of((transit.job for transit in self.transits.all), errors)
-            if self._lane_done is not None:
-                self._lane_done.result()  # releases slots and the rooms that state leaves
+            try:
+                if self._lane_done is not None:
+                    self._lane_done.result()  # releases slots and the rooms that state leaves
+            except Exception as error:
+                errors.append(error)
         self.transits.cancel_slots()
         if step is None:
             errors = []  # of gradients that no step uses; a step that uses them raises

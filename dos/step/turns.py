@@ -97,7 +97,8 @@ class Turns:
     def close(self, error: BaseException | None = None) -> None:
         """Hand over no more turns. error: the exception with which the step has failed."""
         self.whole = error is None
-        self._note(error)
+        if error is not None:
+            self.fail(error)
         self._arrivals.close()
 
     def wait(self) -> None:
@@ -114,16 +115,12 @@ class Turns:
 
     def take(self) -> tuple[int, Turn] | None:
         """Wait for the next turn, and return it with its place among all; None if no more follow."""
-        try:
-            with self._taking:  # else a thread that waits for arrivals would choose ahead of another one's choice
-                if self.late and self.served:
-                    self.order.await_end(self._place)
-                number, place = self._arrivals.take()
-                if number >= 0:
-                    self._place = place
-        except BaseException as error:
-            self._note(error)
-            return None  # this thread takes no more
+        with self._taking:  # else a thread that waits for arrivals would choose ahead of another one's choice
+            if self.late and self.served:
+                self.order.await_end(self._place)
+            number, place = self._arrivals.take()
+            if number >= 0:
+                self._place = place
         return None if number < 0 else (place, self._given[number])
 
     @property
@@ -140,7 +137,7 @@ class Turns:
         except BaseException as failure:
             # A turn that failed while preparing waits, too: else a later turn could update before an earlier one.
             self.order.enter(place)
-            self._note(failure)
+            self.fail(failure)
             raise
         finally:
             self.order.leave(place)
@@ -163,12 +160,12 @@ class Turns:
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that a turn has ended, or failed with `error`."""
-        self._note(error)
+        if error is not None:
+            self.fail(error)
         self._arrivals.end()
 
-    def _note(self, error: BaseException | None) -> None:
-        if error is None:
-            return
+    def fail(self, error: BaseException) -> None:
+        """Let no turn begin any more. Those that nobody answers are left for `abandon`."""
         with self._noting:
             self.error = self.error or error
         self._arrivals.fail()

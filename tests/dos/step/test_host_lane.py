@@ -22,6 +22,7 @@ from dos.devices.base import HostJob
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, Arrivals, prepare
 from dos.state.device_store import DeviceStore
+from dos.step import host_lane
 from dos.step import turns as turns_module
 from dos.step.host_lane import HostLane
 from dos.step.issue import Promise, Step
@@ -379,6 +380,39 @@ def test_an_exception_as_a_turn_is_taken_fails_all_turns(
     turns.close()
     done.result(WAIT_S)
     assert [type(each.done.exception(WAIT_S)) for each in given] == 4 * [MemoryError]
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_an_exception_before_the_first_turn_fails_all_turns(queues: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(count: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(host_lane, "use_threads", fail)
+    found = run(HostLane(Device(queues, lambda number: None)), [turn(n, lambda: lambda: None) for n in range(3)])
+    assert [type(each) for each in found] == 3 * [MemoryError]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_slots_that_the_lane_cannot_release_fail_the_step(attached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = DeviceStore.release_slots
+
+    def fail(store: DeviceStore) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError
+        release(store)
+
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy="stride:2", subgroup_size=100, device=EmulatedDevice(FAST, 10**6))
+    if attached:
+        optimizer.attach(model)
+    train(model, optimizer, steps=1)
+    optimizer.synchronize()
+    monkeypatch.setattr(DeviceStore, "release_slots", fail)
+    with pytest.raises(RuntimeError, match=r"failed part way \(MemoryError\)"):
+        train(model, optimizer, steps=2)
+    with pytest.raises(RuntimeError, match="undefined state: step 1 was the last complete one"):
+        optimizer.step()
+    optimizer.synchronize()
 
 
 def test_an_answer_that_comes_late_is_no_error() -> None:

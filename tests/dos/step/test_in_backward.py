@@ -142,6 +142,40 @@ def test_what_changes_while_a_subgroup_waits_for_others_is_trained_on(change: An
     check_changes_are_trained_on(place, change, ndim=2, after=4)
 
 
+def without_a_version(p: Tensor, optimizer: DOSAdam, step: int) -> None:
+    p.data.mul_(0.5)
+
+
+def with_gaps_and_back(p: Tensor, optimizer: DOSAdam, step: int) -> None:
+    rows, columns = p.shape
+    memory = (
+        torch.zeros(rows, 2 * columns, dtype=p.dtype) if step == 4 else p.data.as_strided((rows, columns), (columns, 1))
+    )
+    p.data = memory[:, :columns].copy_(0.5 * p.data)
+
+
+def in_its_master(p: Tensor, optimizer: DOSAdam, step: int) -> None:
+    optimizer.state[p]["master_param"].mul_(0.5)
+
+
+@pytest.mark.parametrize("place", ["host", "cpu", "resident"])
+@pytest.mark.parametrize("change", [without_a_version, with_gaps_and_back, in_its_master])
+def test_what_changes_between_steps_is_seen_where_all_of_a_subgroup_are_asked_at_once(change: Any, place: Any) -> None:
+    def everything_after(updates: str) -> list[bytes]:
+        model = mlp(torch.float16)
+        optimizer = attached(model, updates, place, subgroup_size=10**6)
+        for step in range(8):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (4, 5):
+                optimizer.synchronize()
+                change(model[3].weight, optimizer, step)
+        return everything(model, optimizer)
+
+    assert everything_after("backward") == everything_after("step")
+
+
 @pytest.mark.parametrize("place", ["host", "cpu", "resident"])
 def test_a_parameter_that_has_taken_fewer_steps_than_others_of_its_subgroup(place: Any) -> None:
     def everything_after(updates: str) -> list[bytes]:
