@@ -21,6 +21,7 @@ from dos.gradients.zeroing import tell_others, watch_zeroing, zero_grad_of_optim
 from dos.guard import shell
 from dos.machine.threads import switching_often
 from dos.options import Options, folders_of
+from dos.parameters.admission import malformed
 from dos.parameters.hooks import check_model
 from dos.parameters.loading import checked, to_be_filled
 from dos.planning.policies import Policy
@@ -194,18 +195,25 @@ class DOSAdam(Optimizer):
         """Update all parameters that have a gradient.
 
         closure: reevaluates the model and returns the loss, as in AdamW.
-        Raises RuntimeError or ValueError, before anything is changed, for a gradient, parameter or state that cannot
-        be used.
+        Raises RuntimeError, TypeError or ValueError, before anything is changed, for a gradient, parameter, group or
+        state that cannot be used.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads may
-        # wait: a deadlock.
-        self._session.waiting.finish_others()
-        with switching_often():
-            self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        try:
+            # Other optimizers' threads may be updating the same parameters. Not under our lock, for which those threads
+            # may wait: a deadlock.
+            self._session.waiting.finish_others()
+            with switching_often():
+                self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            settings = error.args if isinstance(error, KeyError) else ()
+            found = malformed(self.param_groups, self._session.assembly.reconciler.state, settings)
+            if found:
+                raise TypeError(found) from error
+            raise
         return loss
 
     def synchronize(self) -> None:

@@ -25,6 +25,8 @@ class Editing:
     def __init__(
         self, edit: Edit, offloaded: OffloadedGradients, clipping: Clipping, departures: Departures | None
     ) -> None:
+        if not callable(edit):
+            raise TypeError(f"edit_gradients() expects a function of a parameter and its gradient, found {edit!r}")
         self._edit = edit
         self._offloaded, self._clipping, self._departures = offloaded, clipping, departures
         self._dropped: list[tuple[Tensor, ParameterRecord | None]] = []

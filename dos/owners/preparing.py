@@ -11,6 +11,7 @@ from dos.owners.assembly import Assembly
 from dos.owners.state import State
 from dos.owners.taking import Taking
 from dos.parameters.active import Active, Ready, updates_of
+from dos.parameters.admission import malformed
 from dos.parameters.group_parameters import members
 from dos.parameters.replaced_modules import Successors
 from dos.planning.decisions import Facts
@@ -52,6 +53,9 @@ class Preparing:
                 "step's; let the main thread join() the one that trains"
             )
         if not active.members and not self._warned_idle:
+            found = malformed(parts.groups, {}, ())
+            if found:
+                raise TypeError(found)
             self._warned_idle = True
             warn(
                 "DOSAdam.step() found no gradient on any of its parameters. If backward() was called, the model's "

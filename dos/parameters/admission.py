@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +105,40 @@ def check_kind(parameter: Tensor, group: Group, devices: DeviceFinder, rule: Rul
             f"{devices.device}; DOSAdam updates the parameters of one accelerator, so load the model onto "
             "one (device_map='auto' spreads it over all), or build an optimizer for the parameters of each"
         )
+
+
+def malformed(groups: Any, state: dict[Any, Any], settings: Collection[str]) -> str | None:
+    """Return which of the param groups or entries of the state user code has made unlike torch's; None: none of them.
+
+    settings: the names of those that each group needs.
+    """
+    for number, group in enumerate(groups if isinstance(groups, Collection) else [groups]):
+        found = _group_problem(group, settings)
+        if found:
+            return (
+                f"param group {number}: expected a dict of settings and a list of parameters, as add_param_group() "
+                f"makes it, found {found}"
+            )
+    for parameter, entry in dict.items(state):
+        if not isinstance(entry, Mapping):
+            return (
+                f"the entry of a parameter of shape {tuple(parameter.shape)} in optimizer.state must be a dict, found "
+                f"{type(entry).__name__}; delete it to begin anew"
+            )
+    return None
+
+
+def _group_problem(group: Any, settings: Collection[str]) -> str | None:
+    if not isinstance(group, Mapping):
+        return type(group).__name__
+    missing = [name for name in ("params", *settings) if name not in group]
+    if missing:
+        return f"no {missing[0]!r}"
+    members = group["params"]
+    if not isinstance(members, Collection) or isinstance(members, Tensor):
+        return type(members).__name__
+    others = [each for each in members if not isinstance(each, Tensor)]
+    return f"{type(others[0]).__name__} among them" if others else None
 
 
 def check_overlaps(members: Sequence[tuple[Tensor, Group]]) -> None:

@@ -152,7 +152,9 @@ class Reconciler:
             gradient = record.gradient
             if gradient is not None:
                 record.arena.stage_gradients_as(gradient.dtype)
-            self._adopt(record, dict.setdefault(self.state, record.parameter, {}))
+            if dict.get(self.state, record.parameter) is None:
+                dict.__setitem__(self.state, record.parameter, {})
+            self._adopt(record, dict.__getitem__(self.state, record.parameter))
             flat = record.flat
             record.locate()
             # Batches have addresses of the parameter's former memory, which may be freed.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dos.arguments import flag
@@ -135,10 +136,10 @@ class AdamW:
             if problem:
                 return problem
         step = entry["step"]
-        if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1)):
+        if not (isinstance(step, numbers.Real) or (isinstance(step, Tensor) and step.numel() == 1 and _is_real(step))):
             return f"its state 'step' must be one number, found {step!r}"
-        if not float(step) >= 0:
-            return f"its state 'step' must be 0 or more, found {float(step)}"
+        if not 0 <= float(step) < math.inf:
+            return f"its state 'step' must be 0 or more and finite, found {float(step)}"
         if group is not None and group["amsgrad"] and entry.get(MAX_KEY) is None and float(step) > 0:
             return (
                 f"amsgrad=True, and its state has no {MAX_KEY!r}, which torch.distributed.checkpoint leaves out where "
@@ -171,13 +172,20 @@ class AdamW:
         return AdamBatch([AdamArrays(updated, updated, **fields, out=out) for updated, fields, out in runs])
 
 
+def _is_real(value: Tensor) -> bool:
+    """Return whether the tensor is dense and has values in memory, which are real numbers."""
+    return not (value.is_complex() or value.is_meta) and value.layout == torch.strided
+
+
 def _tensor_problem(key: str, value: object, parameter: Tensor) -> str | None:
     """Return the reason why this value cannot be in the parameter's state under this name; None if it can."""
     if key in CODE_TYPES and not in_blocks(parameter.shape):
         return f"its state has {key!r}, but shape {tuple(parameter.shape)} is not whole blocks of {BLOCK} elements"
     expected = scale_shape(parameter.shape) if key.endswith("_scales") else tuple(parameter.shape)
-    if not isinstance(value, Tensor) or tuple(value.shape) != expected:
+    if not isinstance(value, Tensor) or tuple(value.shape) != expected or not _is_real(value):
         found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if isinstance(value, Tensor) and not _is_real(value):
+            found += f", {value.dtype}, {value.layout}, on {value.device}"
         return f"its state {key!r} must have shape {expected}, found {found}"
     if value.dtype != CODE_TYPES.get(key, value.dtype):
         return (

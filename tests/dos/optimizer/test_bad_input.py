@@ -11,7 +11,7 @@ from torch import nn
 
 from dos import DOSAdam, EmulatedDevice
 from perfmodel import Placement, Plan
-from tests.support.training import FAST, bits, mlp, on, train
+from tests.support.training import FAST, backward, bits, mlp, on, train
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,70 @@ def test_spoilt_state_and_settings_are_refused_and_change_nothing(spoil: Callabl
         train(model, optimizer, 1)
     assert bits(model.parameters()) == before
     assert all(entry["step"] == 1 for entry in optimizer.state.values())
+
+
+MADE = r"group \d: expected a dict of settings and a list of parameters, as add_param_group\(\) makes it, found "
+SHAPE = (
+    r"parameter 0 of shape \(40, 24\): its state 'exp_avg' must have shape \(40, 24\), found shape \(40, 24\), torch"
+)
+CHANGES: list[tuple[Callable[[DOSAdam, nn.Parameter], object], str]] = [
+    (lambda o, p: o.param_groups[0].update(params=None), f"{MADE}NoneType"),
+    (lambda o, p: o.param_groups[0].update(params=p), f"{MADE}Parameter"),
+    (lambda o, p: o.param_groups[0].update(params=[p, None]), f"{MADE}NoneType among them"),
+    (lambda o, p: o.param_groups[0].pop("params"), f"{MADE}no 'params'"),
+    (lambda o, p: o.param_groups[0].pop("lr"), f"{MADE}no 'lr'"),
+    (lambda o, p: o.param_groups.append({"params": [nn.Parameter(torch.ones(1))]}), f"{MADE}no 'amsgrad'"),
+    (lambda o, p: o.param_groups.append([p]), f"{MADE}list"),
+    (lambda o, p: setattr(o, "param_groups", o.param_groups[0]), f"{MADE}str"),
+    (lambda o, p: setattr(o, "param_groups", None), f"{MADE}NoneType"),
+    (
+        lambda o, p: o.state.update({p: 5}),
+        r"of a parameter of shape \(40, 24\) in optimizer.state must be a dict, found int",
+    ),
+    (lambda o, p: o.state.update({p: torch.ones(3)}), "must be a dict, found Tensor; delete it to begin anew"),
+    (lambda o, p: o.state[p].update(step=math.inf), "its state 'step' must be 0 or more and finite, found inf"),
+    (lambda o, p: o.state[p].update(step=torch.ones((), device="meta")), "must be one number, found tensor.*meta"),
+    (lambda o, p: o.state[p].update(exp_avg=torch.ones(40, 24, dtype=torch.complex64)), f"{SHAPE}.complex64"),
+    (lambda o, p: o.state[p].update(exp_avg=torch.ones(40, 24).to_sparse()), f"{SHAPE}.float32, torch.sparse_coo"),
+    (lambda o, p: o.state[p].update(exp_avg=torch.ones(40, 24, device="meta")), f"{SHAPE}.*on meta"),
+    (lambda o, p: o.edit_gradients(5), r"edit_gradients\(\) expects a function .* found 5"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:DOSAdam.step.. found no gradient")
+@pytest.mark.parametrize("offload_gradients", [False, True])
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_groups_and_state_unlike_those_of_torch(
+    change: Callable[[DOSAdam, nn.Parameter], object], message: str, offload_gradients: bool
+) -> None:
+    """As user code has changed them by mistake; training goes on once they are as before."""
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), **on("cpu", offload_gradients=offload_gradients))
+    train(model, optimizer, 1)
+    before, groups = bits(model.parameters()), [dict(group) for group in optimizer.param_groups]
+    entries = {p: dict(entry) for p, entry in optimizer.state.items()}
+    backward(model, 1)
+
+    def step() -> None:
+        change(optimizer, model[0].weight)
+        optimizer.step()
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        step()
+    assert bits(model.parameters()) == before
+    optimizer.param_groups = groups
+    optimizer.state = entries
+    train(model, optimizer, 1)
+    assert all(entry["step"] == 2 for entry in optimizer.state.values())
+
+
+def test_none_is_no_entry(device: EmulatedDevice) -> None:
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), device=device)
+    train(model, optimizer, 2)
+    optimizer.state[model[0].weight] = None
+    train(model, optimizer, 1)
+    assert [optimizer.state[p]["step"] for p in model.parameters()][:2] == [1, 3]
 
 
 def test_parameters_converted_after_their_first_step(device: EmulatedDevice) -> None:

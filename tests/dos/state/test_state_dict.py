@@ -122,7 +122,10 @@ def test_a_bfloat16_run_may_pass_through_adamw_and_return() -> None:
             lambda state: state["state"][1].update(step=torch.zeros(2)),
             "its state 'step' must be one number, found tensor",
         ),
-        (lambda state: state["state"][1].update(step=-1.0), r"its state 'step' must be 0 or more, found -1\.0"),
+        (
+            lambda state: state["state"][1].update(step=-1.0),
+            r"its state 'step' must be 0 or more and finite, found -1\.0",
+        ),
     ],
 )
 def test_a_state_dict_that_does_not_match_changes_nothing(damage, message: str) -> None:
