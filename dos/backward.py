@@ -393,7 +393,7 @@ class Backward:
         """End the iteration: its step was issued or skipped, and gradients from now on belong to the next one."""
         if skipped:
             # No step releases the slots, and the next forward needs the memory more.
-            self._ledger.transits.cancel_slots()
+            self._ledger.stores.device.release_slots()
         self.departures.finish()
         self.begin_gradients()
         self._wanted = _NOT_ASKED

@@ -255,6 +255,8 @@ class ScheduleBuilder:
         held, self._state[i] = self._state[i], room
         move, size = Move(held.tier, room.tier), self._workload.subgroups[i].state_bytes + beside
         slot = room.slot if held.slot is None else held.slot
+        if slot is None and reads:  # weights that stream come home from a slot, with state that was not in it
+            slot = reads[0].slot
         window = (through or (held if room.tier is DISK else room)).window
         writes = (room,) if through is None else (room, through)
         return self.add(MOVES[move], i, size, after, (held, *reads), writes, slot, (), move, window)

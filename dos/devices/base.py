@@ -70,6 +70,16 @@ class ThreadJob:
         return self.future.result()
 
 
+@dataclass(eq=False)
+class Promise:
+    """A job that another thread will issue."""
+
+    future: Future[Job]
+
+    def wait(self) -> Span:
+        return self.future.result().wait()
+
+
 @dataclass(frozen=True)
 class HostJob:
     """Work of the host that has ended. A device need not wait for it."""

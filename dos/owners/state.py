@@ -39,7 +39,7 @@ class State:
         held = 0 if self._assembly.on_device is None else self._ledger.stores.device.nbytes
         self._waiting.settle()
         if self._assembly.on_device is not None:
-            self._ledger.transits.cancel_slots()
+            self._ledger.stores.device.release_slots()
             self.bring_home_within()
             self._assembly.on_device.decisions.memory.ran_out(held)
             self._assembly.on_device.activations.ran_out()

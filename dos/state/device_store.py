@@ -4,24 +4,55 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
+from dos.devices.base import Promise
 from dos.state.arena import State, state_copies
 from dos.state.subgroup import Subgroup
 from perfmodel import Op
+from perfmodel.lanes import Stream
 from perfmodel.plan import Tier
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """Device memory, and the jobs that use it.
+
+    uses: the last one of each stream, because streams are in order, and each promise, which may never be issued.
+    last: the last one, behind which all others have ended, or failed.
+    """
+
+    memory: Tensor
+    uses: dict[Stream | Promise, Job] = field(default_factory=dict)
+    last: Sequence[Job] = ()
+
+    def use(self, stream: Stream, job: Job) -> None:
+        """Note a job that reads or writes the memory."""
+        self.uses[job if isinstance(job, Promise) else stream] = job
+        self.last = (job,)
+
+    def wait(self) -> None:
+        """Block until no job uses the memory, which the allocator then gives to other code.
+
+        Failures do not matter: who needs what was to be there waits for the job, too.
+        """
+        for job in self.uses.values():
+            with suppress(Exception):
+                job.wait()
+
+
 class Resident(NamedTuple):
     """The room of a resident subgroup, and its state there. nbytes: as plans count it, without alignment."""
 
-    buffer: Tensor
+    buffer: Buffer
     state: State
     nbytes: int
 
@@ -39,7 +70,7 @@ class DeviceStore:
     def __init__(self, device: Device) -> None:
         self.resident: dict[Subgroup, Resident] = {}
         self.empty: set[Subgroup] = set()
-        self.slots: list[Tensor] = []
+        self.slots: list[Buffer] = []
         self.denied: int | None = None
         self.device = device
         self.nbytes = 0
@@ -72,20 +103,19 @@ class DeviceStore:
             buffer = self._allocate(subgroup.state.carved_bytes)
             if buffer is None:
                 return wanted[place:]
-            room = Resident(buffer, subgroup.state.carve(buffer), subgroup.load().state_bytes)
+            room = Resident(buffer, subgroup.state.carve(buffer.memory), subgroup.load().state_bytes)
             self.resident[subgroup] = room
             self.empty.add(subgroup)
-            self.nbytes += buffer.nbytes
             self.resident_bytes += room.nbytes
         return []
 
     def drop(self, subgroup: Subgroup) -> None:
-        """Drop a resident subgroup's room. Its state must be at home, and no transfer in flight may use the room."""
+        """Drop a resident subgroup's room, once no job uses it. Its state must be at home."""
+        self.resident[subgroup].buffer.wait()  # before anything changes: Ctrl-C may end it
         room = self.resident.pop(subgroup)
         self.empty.discard(subgroup)
-        self.nbytes -= room.buffer.nbytes
         self.resident_bytes -= room.nbytes
-        self.device.free(room.buffer)
+        self._free(room.buffer)
 
     def drop_empty(self) -> None:
         for subgroup in [*self.empty]:
@@ -106,11 +136,19 @@ class DeviceStore:
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Let the subgroup's state pass through this slot, until slots are released."""
-        self._in_slots[subgroup] = subgroup.state.carve(self.slots[slot])
+        self._in_slots[subgroup] = subgroup.state.carve(self.slots[slot].memory)
+
+    def use(self, stream: Stream, job: Job, subgroups: Iterable[Subgroup], slot: int | None) -> None:
+        """Note a job that uses the rooms of these, those that have any, and a slot."""
+        for subgroup in subgroups:
+            if subgroup in self.resident:
+                self.resident[subgroup].buffer.use(stream, job)
+        if slot is not None:
+            self.slots[slot].use(stream, job)
 
     def gradient_part(self, subgroup: Subgroup, slot: int) -> Tensor:
         """Return the part of a slot that the subgroup's state does not take."""
-        return self.slots[slot][0 if self.has_room(subgroup) else subgroup.state.carved_bytes :]
+        return self.slots[slot].memory[0 if self.has_room(subgroup) else subgroup.state.carved_bytes :]
 
     def get_slots(self, count: int, nbytes: int) -> None:
         """Allocate up to `count` slots of `nbytes`, fewer if memory runs out."""
@@ -119,19 +157,21 @@ class DeviceStore:
             if slot is None:
                 break
             self.slots.append(slot)
-            self.nbytes += slot.nbytes
 
     def release_slots(self) -> None:
-        """Release the slots. No transfer in flight may use them."""
-        self._in_slots = {}
+        """Release the slots, once no job uses them. State that backward has fetched there is still at home."""
         while self.slots:
-            slot = self.slots.pop()
-            self.nbytes -= slot.nbytes
-            self.device.free(slot)
+            self.slots[-1].wait()
+            self._free(self.slots.pop())
+        self._in_slots = {}
 
-    def _allocate(self, nbytes: int) -> Tensor | None:
+    def _free(self, buffer: Buffer) -> None:
+        self.nbytes -= buffer.memory.nbytes
+        self.device.free(buffer.memory)
+
+    def _allocate(self, nbytes: int) -> Buffer | None:
         try:
-            return self.device.allocate(nbytes)
+            memory = self.device.allocate(nbytes)
         except torch.OutOfMemoryError as error:
             level = logging.DEBUG if self._logged or self._expected else logging.WARNING
             if not self._expected:
@@ -139,3 +179,5 @@ class DeviceStore:
             # As text: a handler that stores log records would keep the error alive, and by its frames this store.
             logger.log(level, "no device memory for optimizer state, updating on the host instead: %s", str(error))
             return None
+        self.nbytes += nbytes
+        return Buffer(memory)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from dos.devices import Caller, Copy, Device, Job, Mark
-from dos.devices.base import HostJob
+from dos.devices.base import HostJob, Promise
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
@@ -24,15 +23,8 @@ from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
 from perfmodel.tasks import Schedule, Task
 
-
-@dataclass(eq=False)
-class Promise:
-    """A job that another thread will issue."""
-
-    future: Future[Job]
-
-    def wait(self) -> Span:
-        return self.future.result().wait()
+_OF_STATE = {Stream.PREFETCH, Stream.GPU, Stream.FLUSH}
+"""The streams whose jobs use slots, and rooms of state on the device."""
 
 
 def on_disk(job: Job) -> bool:
@@ -61,8 +53,6 @@ class Step:
     jobs: transfers, and updates on the device. uploads: futures of the jobs that the host's lane issues.
     done: by subgroup, the job after which its new parameters are in place, once that is issued.
     backward: the work that the caller had queued on the device when the step was issued.
-    last: the last job of each stream that uses slots or the rooms that state leaves. Streams are in order, so that no
-        job uses them after these.
     caller_resumed: a mark where the caller's work on the device continues behind the step, if it does.
     rooms_to_free: subgroups, each with the store whose room its state leaves in this step.
     stale_homes: the same where there is a disk and the state leaves its home there or on the host for the other.
@@ -92,8 +82,6 @@ class Step:
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job]] = {}
         self.backward: Sequence[Job] = ()
-        fetched = [transit.job for transit in begun if transit.slot is not None]
-        self.last = {Stream.PREFETCH: fetched[-1]} if fetched else {}
         self.rooms_to_free: list[tuple[Subgroup, Store]] = []
         self.stale_homes: list[tuple[Subgroup, Store]] = []
         self._device = device
@@ -176,9 +164,9 @@ class Step:
                 after = [job for other in task.after for job in jobs[other]]
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs[number] = self.jobs[-1:]
-                # Behind these, slots and rooms that state leaves may be released. Jobs of the disk use windows only.
-                if (task.move is not None or task.slot is not None) and not isinstance(self.jobs[-1], DiskJob):
-                    self.last[task.stream] = self.jobs[-1]
+                if task.stream in _OF_STATE:
+                    used = [self._subjects[i].subgroup for i in (task.subgroup, *task.others) if i is not None]
+                    self._stores.device.use(task.stream, self.jobs[-1], used, task.slot)
             if number in on_host:
                 hand_over(on_host[number])
         # Else the turns would refer to the gradients' memory until the caller waits for the step.

@@ -132,7 +132,7 @@ class Ledger:
         """Cancel all transits that backward has begun. Resident state stays."""
         # First, because a copy that raised while it was issued has no transit, and a part of it may run.
         self.drain()
-        self.transits.cancel_slots()
+        self.stores.device.release_slots()
 
     # Steps.
 
@@ -280,14 +280,7 @@ class Ledger:
         """Run the host's part of a step: update, then release memory that only the step needed."""
         self.lane.update(turns)
         if not turns.whole:
-            return  # a job that failed while it was issued may still use the memory, and is not in `last`
-        # The device may still read and write the memory that is released below, although the host's updates have ended.
-        try:
-            for job in step.last.values():
-                job.wait()
-        except Exception:  # raised by `settle`, which waits for the same jobs
-            # A job that was never issued, because a read has failed, ends before others in its stream.
-            step.spans([])
+            return  # the memory may be used by a job that failed while it was issued, and is in none of `uses`
         self.stores.device.release_slots()
         for subgroup, store in step.rooms_to_free:
             store.drop(subgroup)
@@ -426,7 +419,7 @@ class Ledger:
                     self._lane_done.result()  # releases slots and the rooms that state leaves
             except Exception as error:
                 errors.append(error)
-        self.transits.cancel_slots()
+        self.stores.device.release_slots()
         if step is None:
             errors = []  # of gradients that no step uses; a step that uses them raises
         elif not errors:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from typing import NamedTuple
 from dos.devices import Caller, Device, Job
 from dos.devices.base import has_ended
 from dos.state.subgroup import Subgroup
-from dos.step.issue import Step
 from dos.step.iteration import Iteration
 from dos.step.ledger import Ledger
 from dos.step.work import SubgroupUpdate, Subject
@@ -85,8 +83,6 @@ class Parts:
         self._held: list[Final] = []
         self._passing: list[Final] = []
         """Updates that wait for a slot."""
-        self._busy: deque[Sequence[Job]] = deque()
-        """The last jobs of each slot that was used, the oldest first."""
         begin = turns(plan, workload, turn_seconds(workload, measured))
         order = [i for i in begin if plan.placements[i] in through]
         self._turn = {i: place for place, i in enumerate(order)}
@@ -137,7 +133,6 @@ class Parts:
         """Allocate the slots, unless they are there; return whether there are any of as many bytes as are needed."""
         store = self._ledger.stores.device
         if not store.slots:
-            self._busy.clear()
             store.expect_denials(True)
             streamed = self.plan.served(Placement.GPU_STREAMED)
             others = [i for i in range(len(self.plan)) if i not in set(streamed)] if self._returns else []
@@ -149,7 +144,7 @@ class Parts:
                 fitting, nbytes = 1, alone
             store.get_slots(fitting, nbytes)
             self._left = self._left - len(store.slots) * nbytes if store.slots else 0.0
-        return bool(store.slots) and store.slots[0].nbytes >= needed
+        return bool(store.slots) and store.slots[0].memory.nbytes >= needed
 
     def add(self, update: SubgroupUpdate, tier: Tier, callers: Collection[Caller]) -> None:
         """Issue an update whose memory is reserved and whose gradients are final, or let it wait.
@@ -195,12 +190,10 @@ class Parts:
         store = self._ledger.stores.device
         self._passing.remove(each)
         # The schedule of one subgroup takes the first slot: let that be the one that was used longest ago.
-        behind = self._busy.popleft() if len(self._busy) == len(store.slots) else ()
-        step = self._issue([each], behind, each.update.arriving)
-        self._busy.append(step.jobs[-1:])  # the flush, behind which the slot is free
+        self._issue([each], store.slots[0].last, each.update.arriving)
         store.slots.append(store.slots.pop(0))
 
-    def _issue(self, part: Sequence[Final], behind: Sequence[Job] = (), arriving: Sequence[Job] = ()) -> Step:
+    def _issue(self, part: Sequence[Final], behind: Sequence[Job] = (), arriving: Sequence[Job] = ()) -> None:
         """behind, arriving: as for `Ledger.issue_part`."""
         part = sorted(part, key=lambda each: self._rank[each.number]) if len(part) > 1 else part
         subjects, before = dict[int, Subject](), dict[int, SubgroupState]()
@@ -215,7 +208,7 @@ class Parts:
             if now.first_departure is None and self.plan.placements[number] is Placement.CPU:
                 now.first_departure = self.device.mark()
         schedule = self._schedule(before)
-        return self._ledger.issue_part(schedule, subjects, self.plan, now, callers, behind, arriving)
+        self._ledger.issue_part(schedule, subjects, self.plan, now, callers, behind, arriving)
 
     def _schedule(self, before: Mapping[int, SubgroupState]) -> Schedule:
         """Return the schedule of a part, most often that of the last iteration."""

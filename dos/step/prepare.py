@@ -76,7 +76,7 @@ class Preparation:
         stores = self._stores
         stores.drop_empty()
         # A later step may have another plan, and forward needs the memory of slots meanwhile.
-        self._transits.cancel_slots()
+        stores.device.release_slots()
         stores.homes.expose_again()  # user code may write there before it tries again
 
     @property
@@ -108,7 +108,7 @@ class Preparation:
         on_disk = stores.disk is not None and (plan.on_disk or stores.disk.nbytes)
         if on_disk and not stores.host.windows.fit(self._windows, self._nbytes):
             # New windows may need the memory of homes, which no fetch may be reading then.
-            self._transits.cancel_slots()
+            device.release_slots()
         if not self._attempted:  # else this would forget that the device denied memory to the plan before
             self._attempted = True
             # The rooms that state leaves are kept until the step is over, and may be the memory that is missing.
@@ -141,7 +141,7 @@ class Preparation:
                 fitting[i] = subgroup
                 left -= nbytes
         if store.slots and self._work.staging_bytes(len(store.slots)) > left:
-            self._transits.cancel_slots()  # backward has filled them for a plan of which less had to move
+            store.release_slots()  # backward has filled them for a plan of which less had to move
         return fitting
 
     def _reserve_on_host(self, plan: Plan) -> None:
@@ -201,8 +201,8 @@ class Preparation:
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
         # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
         # the end of a slot.
-        if store.slots and (first != filled or store.slots[0].nbytes < nbytes):
-            transits.cancel_slots()
+        if store.slots and (first != filled or store.slots[0].memory.nbytes < nbytes):
+            store.release_slots()
         if passing and not store.slots:
             left, most = self._left(plan, store.resident_bytes), min(max(plan.slots, 1), len(passing))
             # Where only gradients of residents pass, slots are as small as these, and one is set apart.

@@ -11,9 +11,11 @@ from typing import Protocol
 from dos.debug import DEBUG, log
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
 from dos.devices.coalesce import Lent, joined
+from dos.state.device_store import Buffer
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan
+from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
 from perfmodel.tasks import GRADIENT, MOVES, Task
 
@@ -26,25 +28,25 @@ class Transit:
 
     number: rises in the order of issue. nbytes: the bytes copied. subgroup: None for gradients without elements.
     job: ends with the transfer. Until then the device keeps the memory of both sides.
-    slot: the staging slot that it fills with state; None: it copies gradients to the host.
+    slot: the staging slot that it fills with state, and its number; None: it copies gradients to the host.
     """
 
     number: int
     subgroup: Subgroup | None
     job: Job
     nbytes: int
-    slot: int | None = None
+    slot: tuple[Buffer, int] | None = None
 
     def __repr__(self) -> str:
         numel = 0 if self.subgroup is None else self.subgroup.numel
-        what = "gradient, device to host" if self.slot is None else f"prefetch, host to device, slot {self.slot}"
+        what = "gradient, device to host" if self.slot is None else f"prefetch, host to device, slot {self.slot[1]}"
         return f"<Transit {self.number}: {what}, {self.nbytes} bytes of {numel} parameters>"
 
     def task(self, index: int) -> Task:
         """Return the transit as a task of a schedule. index: of the subgroup now; backward may have had another."""
         if self.slot is None:
             return Task(*GRADIENT, index, self.nbytes)
-        return Task(*MOVES[FETCH], index, self.nbytes, (), self.slot, (), FETCH)
+        return Task(*MOVES[FETCH], index, self.nbytes, (), self.slot[1], (), FETCH)
 
 
 def wait_for_all(transits: Iterable[Transit]) -> None:
@@ -72,20 +74,25 @@ MOST_EARLY = 1000
 class Transits:
     """The transits that backward has begun for the step to come: gradients to the host, state from its home to slots.
 
-    The step adopts the transits that it uses; all others are cancelled.
+    The step adopts the transits that it uses.
 
-    all: those that no step has adopted. filled: of them, those that fill slots, by subgroup, in the order of the slots.
+    all: those that no step has adopted.
     """
 
     def __init__(self, device: Device, stores: Stores) -> None:
         self.all: list[Transit] = []
-        self.filled: dict[Subgroup, Transit] = {}
         self._device, self._stores = device, stores
         self._considered: Plan | None = None
         """The plan for which these two were computed."""
         self._streamed: list[int] = []
         self._slot_bytes = 0
         self._numbers = itertools.count()
+
+    @property
+    def filled(self) -> dict[Subgroup | None, Transit]:
+        """The transits that have filled slots, by subgroup, in the order of the slots."""
+        slots = self._stores.device.slots
+        return {each.subgroup: each for each in self.all if each.slot is not None and each.slot[0] in slots}
 
     def send(
         self,
@@ -145,33 +152,27 @@ class Transits:
             store.occupy(subgroup, slot)
             # Behind the caller's stream, which may still use former contents of the memory that the copy writes.
             job = self._stores.copy(FETCH, i, subgroup, self._device.fence())
-            transit = Transit(next(self._numbers), subgroup, job, subgroup.state.nbytes, slot)
+            store.use(Stream.PREFETCH, job, (), slot)
+            transit = Transit(next(self._numbers), subgroup, job, subgroup.state.nbytes, (store.slots[slot], slot))
             self.all.append(transit)
-            self.filled[subgroup] = transit
             if DEBUG:
                 log("issued:", transit)
-
-    def cancel_slots(self) -> None:
-        """Cancel fetches of state to slots, and release the slots. The state is still at home."""
-        # The copies write to the slots until they end: the allocator would give the memory to other code meanwhile.
-        wait_for_all(self.filled.values())
-        self.filled = {}
-        self._stores.device.release_slots()
 
     def adopt(self, plan: Plan, subjects: Sequence[Adopting]) -> list[tuple[int, Transit]]:
         """Hand the transits that the step uses over to it; return them, each with the index of its subgroup."""
         used: list[tuple[int, Transit]] = []
+        filled = self.filled
         for i, subject in enumerate(subjects):
             # Gradients of subgroups that are updated on the device after all were sent in vain.
             if plan.placements[i] is Placement.CPU:
                 used += [(i, transit) for transit in subject.departed]
-            if subject.subgroup in self.filled:
-                used.append((i, self.filled[subject.subgroup]))
+            if subject.subgroup in filled:
+                used.append((i, filled[subject.subgroup]))
         used.sort(key=lambda each: each[1].number)
         # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
         numbers = {transit.number for _, transit in used}
         self.all = [transit for transit in self.all if transit.number not in numbers]
-        self.filled, self._considered = {}, None
+        self._considered = None
         return used
 
 

@@ -26,6 +26,7 @@ from dos.activations.saved import CopiesInFlight, Saved
 from dos.gradients import offload
 from dos.gradients.offload import OffloadedGradients
 from dos.owners.waiting import Waiting
+from dos.state.device_store import DeviceStore
 from dos.state.disk_store import DiskStore
 from dos.state.stores import Stores
 from dos.step.host_lane import HostLane
@@ -89,6 +90,10 @@ def adaptive(_: Path) -> None:
 
 def changing(_: Path) -> None:
     updates(ChangingPlans(3, 2))
+
+
+def leaving(_: Path) -> None:
+    updates(InTurn(*[Placement.GPU_RESIDENT, Placement.CPU] * 3))
 
 
 def sent_in_vain(_: Path) -> None:
@@ -209,6 +214,7 @@ PROGRAMS = (
     resident,
     adaptive,
     changing,
+    leaving,
     sent_in_vain,
     added_up,
     on_disk,
@@ -223,9 +229,10 @@ FAULTS = [
     Fault(Transits, "fill_slots", "self._device.fence())", "())", streamed),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", on_host),
     Fault(Ledger, "_join", "self.device.join(job)", "pass", resident, True),
-    Fault(Transits, "cancel_slots", "wait_for_all(self.filled.values())", "pass", changing),
+    Fault(DeviceStore, "release_slots", "self.slots[-1].wait()", "pass", changing),
+    Fault(DeviceStore, "drop", "self.resident[subgroup].buffer.wait()", "pass", leaving),
     Fault(Stores, "bring_home", "job.wait()", "pass", adaptive, True),
-    Fault(Ledger, "_run_host_lane", "job.wait()", "pass", streamed),
+    Fault(DeviceStore, "release_slots", "self.slots[-1].wait()", "pass", streamed),
     Fault(Step, "issue", "jobs[under_way] = (*self.backward, *behind)", "jobs[under_way] = ()", streamed),
     Fault(Step, "_turn", "ready = [*ready, reading]", "pass", weights_alone),
     Fault(HostLane, "_prepare", "job.wait()", "pass", on_host, True),

@@ -18,24 +18,20 @@ import torch
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Job, ThreadJob
-from dos.devices.base import HostJob
+from dos.devices.base import HostJob, Promise
 from dos.kernels.adam import AdamArrays, AdamStep
 from dos.kernels.update import AdamBatch, Arrivals, prepare
 from dos.state.device_store import DeviceStore
 from dos.step import host_lane
 from dos.step import turns as turns_module
 from dos.step.host_lane import HostLane
-from dos.step.issue import Promise, Step
-from dos.step.iteration import Iteration
 from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.work import HostUpdate
 from perfmodel import Lane, Op, Span
 from perfmodel.format import MIXED
 from perfmodel.lanes import Stream
-from perfmodel.tasks import Schedule
 from tests.support.clock import WAIT_S, eventually
 from tests.support.fake_cuda import FakeCudaDevice, install
-from tests.support.inside import session_of
 from tests.support.training import FAST, backward, mlp, train
 
 
@@ -271,24 +267,20 @@ def test_nothing_more_is_updated_once_issuing_has_failed_and_slots_stay(monkeypa
     assert not any(name.startswith("dos-cpu") for name in freed), "what was being issued may still use them"
 
 
-def test_slots_stay_while_a_copy_runs_behind_which_another_was_never_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_stay_while_a_copy_runs_behind_which_another_was_never_issued() -> None:
     """As a job is whose read from disk has failed, and which the thread that reads was to issue."""
-    optimizer = step(EmulatedDevice(FAST, 10**6))
-    optimizer.synchronize()
-    ledger, released, running, never = session_of(optimizer).ledger, Event(), Future[Span](), Future[Job]()
-    monkeypatch.setattr(DeviceStore, "release_slots", lambda store: released.set())
-    failed = Step(ledger.device, ledger.stores, Schedule(()), (), (), Iteration(ledger.device))
-    failed.jobs += [ThreadJob(running), Promise(never)]
-    failed.last[Stream.PREFETCH] = failed.jobs[-1]
+    store, running, never = DeviceStore(EmulatedDevice(FAST, 10**6)), Future[Span](), Future[Job]()
+    store.get_slots(1, 1000)
+    for job in (ThreadJob(running), Promise(never)):
+        store.use(Stream.PREFETCH, job, (), 0)
     never.set_exception(OSError("the disk"))
-    turns = Turns([])
-    turns.close()
-    lane = threading.Thread(target=ledger._run_host_lane, args=(turns, failed))
-    lane.start()
-    assert not released.wait(0.2)
+    releasing = threading.Thread(target=store.release_slots)
+    releasing.start()
+    releasing.join(0.2)
+    assert store.nbytes
     running.set_result(Span(Lane.H2D, Op.PREFETCH, 0, 0.0, 1.0))
-    lane.join(WAIT_S)
-    assert released.is_set()
+    releasing.join(WAIT_S)
+    assert not store.nbytes
 
 
 def test_a_fork_while_a_step_is_issued_waits_for_the_turns_that_were_given() -> None:

@@ -78,7 +78,8 @@ class Recording(Unreliable):
         job = Seen(super().copy(op, subgroup, copies, after), self)
         slot = None
         for number, buffer in enumerate([] if self.store is None else self.store.slots):
-            memory = range(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+            first = buffer.memory.data_ptr()
+            memory = range(first, first + buffer.memory.nbytes)
             if any(tensor.data_ptr() in memory for pair in copies for tensor in pair):
                 slot = number
         size = sum(source.nbytes for _, source in copies)

@@ -14,9 +14,8 @@ import pytest
 
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import Copy, Job, ThreadJob
-from dos.devices.base import HostJob, has_ended
+from dos.devices.base import HostJob, Promise, has_ended
 from dos.step import ledger
-from dos.step.issue import Promise
 from dos.step.turns import Turn, Turns
 from perfmodel import Lane, Op, Span
 from perfmodel.hardware import HardwareProfile

@@ -79,7 +79,7 @@ def _names(first: int, end: int) -> str:
                 look(tensor, f"{name} of a subgroup of {each.numel} parameters")
         elif isinstance(each, DeviceStore):
             for number, slot in enumerate(each.slots):
-                look(slot, f"slot {number}")
+                look(slot.memory, f"slot {number}")
             for room in each.resident.values():
-                look(room.buffer, f"room of a resident of {room.nbytes} bytes")
+                look(room.buffer.memory, f"room of a resident of {room.nbytes} bytes")
     return ", ".join(dict.fromkeys(found)) or "memory of no parameter and no state"
