@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dos.devices.base import Copy
 from dos.devices.pinned import pinned_parts, without_borders
+from dos.torch_internals.alike import alike
 from dos.torch_internals.operators import copy_all, queue_copies
 from perfmodel.lanes import PIECE_BYTES
 
@@ -35,30 +37,77 @@ def joined(copies: Iterable[Copy]) -> list[Copy]:
 
 
 Turn = Callable[[int], Callable[[], object] | None]
-"""Called before each piece of PIECE_BYTES at most, with its bytes; returns what must be queued before it, or None."""
+"""Called before each part, with its bytes; returns what must be queued before it, or None."""
 
 
-def copy_runs(runs: Sequence[Sequence[Copy]], *, to_host: bool, before: Turn = lambda nbytes: None) -> None:
-    """Queue all copies on the current stream. Many small pieces that are neighbours on the host are copied together.
+class Part(NamedTuple):
+    """Copies that one call queues, of PIECE_BYTES at most.
 
-    runs: as `runs` finds them, in the order of addresses on the host. before: see `Turn`.
+    host: their sides there. device: of each other side, the place of its copy and the elements, None for all of them.
+    whole: the sides on the host as one, where small ones share a copy; None: each has its own.
     """
-    if not runs:
-        return
-    host = 0 if to_host else 1
-    whole = without_borders(runs[0][0][host], runs[-1][-1][host])
-    across = _Across(host, before, whole=whole)
-    for run in runs:
-        if len(run) <= FEW or not _copy_together(run, host, across):
-            for each in run:
-                across.add(each)
-    across.flush()
+
+    nbytes: int
+    host: Sequence[Tensor]
+    device: Sequence[tuple[int, slice | None]]
+    whole: Tensor | None
+
+
+class Parts(NamedTuple):
+    """The parts of copies in the order of addresses on the host.
+
+    first, last: there. whole: whether no border of pinned regions was between them.
+    """
+
+    parts: Sequence[Part]
+    first: Tensor
+    last: Tensor
+    whole: bool
+
+    @property
+    def current(self) -> bool:
+        """Whether there is no border of pinned regions to look at."""
+        return self.whole and without_borders(self.first, self.last)
+
+
+def queue_parts(
+    parts: Sequence[Part], device: Sequence[Tensor], *, to_host: bool, before: Turn = lambda n: None
+) -> None:
+    """Queue copies on the current stream. device: their sides there. before: see `Turn`."""
+    for nbytes, here, places, whole in parts:
+        there = [device[n] if part is None else device[n].view(-1)[part] for n, part in places]
+        staged = None if whole is None else _room_like(whole, there[0].device)
+        flat = pieces = list[Tensor]()
+        if whole is not None and staged is not None:
+            # Released here while queued work still uses it: safe, because it was allocated on the current stream, and
+            # the allocator gives it only to later work of that stream.
+            flat, pieces = [each.view(-1) for each in there], [*staged.split([each.numel() for each in here])]
+            here, there = [whole], [staged]
+            if to_host:
+                copy_all(pieces, flat)
+        give_way = before(nbytes)
+        if give_way is not None:
+            give_way()
+        if to_host:
+            queue_copies([*here], there)
+            continue
+        queue_copies(there, [*here])
+        if pieces:
+            copy_all(flat, pieces)
+
+
+def _room_like(whole: Tensor, device: torch.device) -> Tensor | None:
+    """Return memory on the device to gather small pieces in, or scatter them from; None: the device has none."""
+    try:
+        return torch.empty_like(whole, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 class Kept(list[Copy]):
-    """Copies between the same memory, step after step, whose runs are found once."""
+    """Copies between the same memory, step after step, whose parts are found once."""
 
-    runs: list[list[Copy]] | None = None
+    parts: Parts | None = None
     recorded = False
     """Whether the allocator knows of the stream that uses this memory. It forgets that only when the memory is freed,
     which these copies prevent."""
@@ -66,38 +115,98 @@ class Kept(list[Copy]):
     def forget(self) -> None:
         """Let there be none, until others are added."""
         self.clear()
-        self.runs, self.recorded = None, False
+        self.parts, self.recorded = None, False
 
 
 class Lent(list[Copy]):
-    """Copies of gradients that `p.grad` keeps until the step: rarely are they released before these have ended."""
+    """Copies of gradients, which are kept until these have ended; see `CudaDevice.copy`. lending: made them, if any."""
+
+    lending: Lending | None = None
 
 
-def runs(copies: Iterable[Copy], *, host: int) -> list[list[Copy]]:
-    """Return the copies in groups of small ones that are neighbours on the host.
+class Lending:
+    """The way of gradients to the same memory on the host, step after step: only the gradients are others."""
+
+    def __init__(self, host: Sequence[Tensor], gradients: Sequence[Tensor], runs: Sequence[slice | None]) -> None:
+        """host: where each goes. runs: the elements that go there, None for all."""
+        self.parts: Parts | None = None
+        self._runs = runs
+        # In the shape of the gradient, which then needs no view: a view lets go of Python's lock.
+        each = zip(host, gradients, runs, strict=True)
+        self._host = [there.view(g.shape) if run is None else there for there, g, run in each]
+        usable = all(each.is_contiguous() and not (each.requires_grad or each.is_neg()) for each in gradients)
+        self._are_alike = alike(gradients) if usable else None
+
+    def lend(self, gradients: Sequence[Tensor]) -> Lent | None:
+        """Return the copies of these, which are different tensors; None if they are not like the first ones."""
+        if self._are_alike is None or not self._are_alike(*gradients):
+            return None
+        sides = [g if run is None else g.view(-1)[run] for g, run in zip(gradients, self._runs, strict=True)]
+        found = Lent(zip(self._host, sides, strict=True))
+        found.lending = self
+        return found
+
+
+def parts_of(copies: Sequence[Copy], *, host: int) -> Parts:
+    """Return the parts of copies, of which there are some. Many small pieces that are neighbours on the host share one.
 
     host: which of destination (0) and source (1) is on the host.
     """
-    if not isinstance(copies, Kept):
-        return _runs(copies, host)
-    if copies.runs is None:
-        copies.runs = _runs(copies, host)
-    return copies.runs
+    keeper = copies if isinstance(copies, Kept) else copies.lending if isinstance(copies, Lent) else None
+    if keeper is not None and keeper.parts is not None and keeper.parts.current:
+        return keeper.parts
+    found = _runs(copies, host)
+    first, last = found[0][0][1], found[-1][-1][1]
+    whole = without_borders(first, last)
+    parts, sides, places, total = list[Part](), list[Tensor](), list[tuple[int, slice | None]](), 0
+    for run in found:
+        together = None
+        if len(run) > FEW:
+            together = run[0][1].as_strided((sum([side.numel() for _, side in run]),), (1,))
+        if together is not None and (whole or len(pinned_parts(together)) == 1):
+            parts.append(Part(together.nbytes, [side for _, side in run], [(n, None) for n, _ in run], together))
+            continue
+        for n, side in run:
+            for part, piece in _pieces(side, whole=whole):
+                if sides and total + piece.nbytes > PIECE_BYTES:
+                    parts.append(Part(total, sides, places, None))
+                    sides, places, total = [], [], 0
+                sides.append(piece)
+                places.append((n, part))
+                total += piece.nbytes
+    if sides:
+        parts.append(Part(total, sides, places, None))
+    made = Parts(parts, first, last, whole)
+    if keeper is not None:
+        keeper.parts = made
+    return made
 
 
-def _runs(copies: Iterable[Copy], host: int) -> list[list[Copy]]:
+def _pieces(side: Tensor, *, whole: bool) -> Iterator[tuple[slice | None, Tensor]]:
+    """Yield pieces of one side on the host, cut also at borders of pinned regions unless there are none."""
+    if whole and side.nbytes <= PIECE_BYTES:  # most sides
+        yield None, side
+        return
+    flat, most = side.view(-1), PIECE_BYTES // side.itemsize
+    for part in (slice(0, len(flat)),) if whole else pinned_parts(flat):
+        for start in range(part.start, part.stop, most):
+            run = slice(start, min(part.stop, start + most))
+            yield run, flat[run]
+
+
+def _runs(copies: Iterable[Copy], host: int) -> list[list[tuple[int, Tensor]]]:
+    """Return the sides on the host, each with the place of its copy, in groups of small ones that are neighbours."""
     # In one loop, because hooks on gradients wait for it. Sorted, because neighbours may be given in any order.
-    found = list[list[Copy]]()
+    found = list[list[tuple[int, Tensor]]]()
     first = end = -1
-    for address, _, copy in sorted([(copy[host].data_ptr(), n, copy) for n, copy in enumerate(copies)]):
-        side = copy[host]
+    for address, n, side in sorted([(copy[host].data_ptr(), n, copy[host]) for n, copy in enumerate(copies)]):
         nbytes = side.nbytes
         small = nbytes < SMALL_BYTES
         joins = small and address == end and address + nbytes - first <= RUN_BYTES
-        if joins and _follows(side, found[-1][-1][host]):
-            found[-1].append(copy)
+        if joins and _follows(side, found[-1][-1][1]):
+            found[-1].append((n, side))
         else:
-            found.append([copy])
+            found.append([(n, side)])
             first = address
         end = address + nbytes if small else -1  # nothing joins a large copy
     return found
@@ -118,67 +227,6 @@ def _grouped(copies: Iterable[Copy], side: int, follows: Callable[[Copy, Sequenc
 def _whole(run: Sequence[Copy], side: int) -> Tensor:
     """Return one tensor for one side of copies that are neighbours there."""
     return run[0][side].as_strided((sum([copy[side].numel() for copy in run]),), (1,))
-
-
-def _copy_together(run: Sequence[Copy], host: int, across: _Across) -> bool:
-    """Queue the run as one transfer; return False if the device has no memory to stage it."""
-    device = 1 - host
-    whole = _whole(run, host)
-    try:
-        staged = torch.empty_like(whole, device=run[0][device].device)
-    except torch.OutOfMemoryError:
-        return False
-    # Released here while queued work still uses it: safe, because it was allocated on the current stream, and the
-    # allocator gives it only to later work of that stream.
-    parts = list(staged.split([copy[host].numel() for copy in run]))
-    if host == 0:
-        copy_all(parts, [copy[device] for copy in run])
-        across.add((whole, staged))
-    else:
-        across.add((staged, whole))
-        across.flush()
-        copy_all([copy[device] for copy in run], parts)
-    return True
-
-
-class _Across:
-    """Copies between host and device, queued by one call for as many as possible.
-
-    host: which of destination (0) and source (1) is on the host. whole: whether no host side has a border of pinned
-        regions within it.
-    """
-
-    def __init__(self, host: int, before: Turn, *, whole: bool) -> None:
-        self._host, self._before, self._is_whole = host, before, whole
-        self._destinations = list[Tensor]()
-        self._sources = list[Tensor]()
-
-    def add(self, copy: Copy) -> None:
-        """Add one copy in pieces, cut also at the borders of pinned regions."""
-        destination, source = copy
-        nbytes = source.nbytes
-        parts = () if self._is_whole else pinned_parts(copy[self._host])
-        if len(parts) <= 1 and nbytes <= PIECE_BYTES:  # most copies: slicing would take longer than the copy
-            self._add(destination, source, nbytes)
-            return
-        most = PIECE_BYTES // source.itemsize
-        for part in parts or (slice(None),):
-            for to, piece in zip(destination[part].split(most), source[part].split(most), strict=True):
-                self._add(to, piece, piece.nbytes)
-
-    def _add(self, destination: Tensor, source: Tensor, nbytes: int) -> None:
-        give_way = self._before(nbytes)
-        if give_way is not None:
-            self.flush()
-            give_way()
-        self._destinations.append(destination)
-        self._sources.append(source)
-
-    def flush(self) -> None:
-        """Queue what was added."""
-        if self._destinations:
-            queue_copies(self._destinations, self._sources)
-            self._destinations, self._sources = [], []
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:

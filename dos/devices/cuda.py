@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
-from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, copy_runs, runs
+from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, parts_of, queue_parts
 from dos.devices.pinned import pin, unpin
 from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
@@ -69,7 +69,7 @@ class CudaDevice:
         """The caller's streams by number."""
         self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
         self._leftovers, self._events = _leftovers_of(self.torch_device), _Events()
-        self._lent: deque[tuple[_CudaJob, Sequence[Tensor]]] = deque()
+        self._lent: deque[tuple[_CudaJob, Sequence[object]]] = deque()
         """Gradients that copies in flight read. To tell the allocator of each lets go of Python's lock."""
         self._clock = self._start_clock()
         self._cores = cores_near(self._pci_address)
@@ -254,23 +254,25 @@ class CudaDevice:
         to_host = LANE_OF[op] is Lane.D2H
         host, device = (0, 1) if to_host else (1, 0)
         # The engine releases state once no work uses it; user code may release gradients and parameters at any time.
-        theirs = [copy[device] for copy in copies] if op in (Op.GRADIENT, Op.PARAMETER) else []
+        sides = [copy[device] for copy in copies]
+        theirs = sides if op in (Op.GRADIENT, Op.PARAMETER) else []
         if isinstance(copies, Kept):
             theirs = [] if copies.recorded else theirs
             copies.recorded = True
         lent, theirs = (theirs, []) if isinstance(copies, Lent) else ((), theirs)
         ours = [copy[host] for copy in copies]
-        found = runs(copies, host=host)  # before the start event, because it takes the host milliseconds
+        # Before the start event, because it takes the host milliseconds.
+        parts = parts_of(copies, host=host).parts if copies else ()
         before = self._turns[op]
 
         def work() -> None:
-            copy_runs(found, to_host=to_host, before=before)
+            queue_parts(parts, sides, to_host=to_host, before=before)
             if then is not None:
                 then()
 
         job = self._queue(op, subgroup, work, after, theirs, ours)
-        if lent:
-            self._lent.append((job, lent))
+        if lent:  # with their memory: user code may give them other
+            self._lent.append((job, [*lent, *map(Tensor.untyped_storage, lent)]))
         return job
 
     def launch(

@@ -59,6 +59,7 @@ class Departure:
         ones are sent, and those of `waiting`, which are gathered then.
     callers: the caller's queues in which these gradients were written, or copied into another layout. queue: the number
         of the last one that was added.
+    gathered: of each piece, its parameter's whole gradient, whose elements are in the order of the record's memory.
     whole: the transit of all pieces, and their tokens in the order of the pieces; None: they were not sent at once.
     """
 
@@ -67,20 +68,21 @@ class Departure:
     awaited: set[Piece]
     waiting: dict[Piece, _Seen] = field(default_factory=dict)
     queue: int = -1
-    gathered: dict[Piece, tuple[Copy, Token]] = field(default_factory=dict)
+    gathered: dict[Piece, tuple[Tensor, Token]] = field(default_factory=dict)
     callers: set[Caller] = field(default_factory=set)
     sent: dict[Piece, tuple[Transit, Token]] = field(default_factory=dict)
     whole: tuple[Transit, Tokens] | None = None
 
-    def add(self, piece: Piece, flat: Tensor, written: Token) -> None:
-        """Gather the gradient of a piece. flat: of the whole parameter."""
-        part = flat if piece.numel == piece.record.numel else piece.of_parameter(flat)
-        self.gathered[piece] = (self.subgroup.staged_gradient(piece), part), written
-
     @property
-    def copies(self) -> list[Copy]:
+    def copies(self) -> Sequence[Copy]:
         """The copies that send the gathered gradients to the host."""
-        return [copy for copy, _ in self.gathered.values()]
+        subgroup, gathered = self.subgroup, self.gathered
+        if len(gathered) == len(subgroup.pieces):
+            lent = subgroup.lend([gathered[piece][0] for piece in subgroup.pieces])
+            if lent is not None:
+                return lent
+        staged = subgroup.staged_gradient
+        return [(staged(piece), piece.of_parameter(source.view(-1))) for piece, (source, _) in gathered.items()]
 
     def mark_sent(self, transit: Transit) -> None:
         """Note that the gathered gradients are in transit."""
@@ -161,7 +163,7 @@ class Departures:
                 staging = record.arena.incoming.tensor
                 departure = self._departures[subgroup] = Departure(subgroup, staging, self._awaited(subgroup))
             departure.awaited.discard(piece)
-            departure.add(piece, *found)
+            departure.gathered[piece] = found
             if departure.queue != device.caller_number():
                 departure.written_in(device)
             if not departure.awaited and (not departure.waiting or self._gather_waiting(departure)):
@@ -201,10 +203,10 @@ class Departures:
 
     def _gather_waiting(self, departure: Departure) -> bool:
         """Gather the gradients that wait in a subgroup for the last one; return whether it is complete."""
-        staging, staged, gathered = departure.staging, departure.subgroup.staged, departure.gathered
+        staging, gathered = departure.staging, departure.gathered
         for piece, seen in departure.waiting.items():
             record, p = piece.record, piece.record.parameter
-            gradient, there = p.grad, staged.get(piece)
+            gradient = p.grad
             # User code may have dropped or replaced it, or written to the parameter, while it waited.
             if gradient is None or seen.gradient is None or seen.gradient() is not gradient:
                 departure.awaited.add(piece)
@@ -216,10 +218,8 @@ class Departures:
             # A copy into another layout, and a sum of bits, would have to wait for the queue in which it was written.
             if not usable or written.negated or gradient.requires_grad or not gradient.is_contiguous():
                 departure.awaited.add(piece)
-            elif there is not None and there[0] is staging:
-                gathered[piece] = (there[1], gradient.view(-1)), written
             else:
-                departure.add(piece, gradient.view(-1), written)
+                gathered[piece] = gradient, written
         departure.waiting = {}
         return not departure.awaited
 

@@ -59,6 +59,8 @@ class BitSums:
             count, _ = (way.add(piece, address, first) for way in self._ways)
             self._parts[piece] = _Part(address, slice(first, first + count))
             first += count
+        self._records = [piece.record for piece in pieces]
+        self._addresses = [record.flat.data_ptr() for record in self._records]
         # Twice: as they were, and as they are.
         self._sums = torch.zeros(2, first, dtype=torch.int64, device=flat.device)
         self._differs = torch.empty(first, dtype=torch.bool, device=flat.device)
@@ -73,12 +75,13 @@ class BitSums:
     @property
     def current(self) -> bool:
         """Whether all parameters have the memory for which this was made."""
-        return not self._moved(self._parts)
+        return [*map(Tensor.data_ptr, [record.flat for record in self._records])] == self._addresses
 
     def comparable(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Return those of the pieces that are known and have the memory for which this was made."""
-        known = [piece for piece in pieces if piece in self.known]
-        moved = self._moved(known)
+        whole = len(self.known) == len(self._parts)
+        known = [*pieces] if whole else [piece for piece in pieces if piece in self.known]
+        moved = () if self.current else self._moved(known)
         return [piece for piece in known if piece not in moved] if moved else known
 
     def _moved(self, pieces: Iterable[Piece]) -> set[Piece]:
@@ -142,13 +145,17 @@ class _ByKernel:
         self._device, self._itemsize, self._kernel = flat.device, flat.itemsize, kernel
         self._table = SentTable(flat.device)
         self._rows: dict[Piece, tuple[int, int, int, int]] = {}
+        self._last: tuple[list[Piece], NDArray[np.int64]] = [], np.empty((0, 4), dtype=np.int64)
 
     def add(self, piece: Piece, address: int, first: int) -> int:
         self._rows[piece] = address, piece.numel, first, 0
         return self._kernel.sums_of(piece.numel)
 
     def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
-        rows = np.array([self._rows[piece] for piece in pieces if piece.numel], dtype=np.int64)
+        known, rows = self._last
+        if [*pieces] != known:
+            rows = np.array([self._rows[piece] for piece in pieces if piece.numel], dtype=np.int64)
+            self._last = [*pieces], rows
         if len(rows):
             self._kernel.sum_bits(rows, self._table.send, sums, self._itemsize)
 

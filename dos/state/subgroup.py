@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dos.devices.coalesce import Kept
+from dos.devices.coalesce import Kept, Lending, Lent
 from dos.state.arena import Arena, State, aligned
 from dos.state.record import ParameterRecord
 from perfmodel import SubgroupLoad
@@ -48,9 +48,14 @@ class Piece:
         """The slice of its elements within the subgroup."""
         return slice(self.start, self.stop)
 
+    @cached_property
+    def of_record(self) -> slice:
+        """The slice of its elements within the parameter."""
+        return slice(self.parameter_start, self.parameter_start + self.numel)
+
     def of_parameter(self, flat: Tensor) -> Tensor:
         """Return this piece of a tensor that is as long as the parameter."""
-        return flat[self.parameter_start : self.parameter_start + self.numel]
+        return flat[self.of_record]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +66,7 @@ class Subgroup:
     batches: batches of its updates by placement, with the addresses to which each has followed. uploads: the copies of
         all new parameters from the staging to the device, once they were made. Both are cleared when the memory of a
         parameter is replaced.
-    staged: the staging of all gradients, and of each piece's, by piece.
+    staged: the staging of all gradients, and of each piece's, by piece. lending: the last gradients' way there.
     newest: the pieces whose newest parameters are staged on the host, where the host updates them as masters, or halves
         of masters.
     """
@@ -74,6 +79,7 @@ class Subgroup:
     newest: set[Piece] = field(default_factory=set)
     uploads: Kept = field(default_factory=Kept)
     staged: dict[Piece, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    lending: list[tuple[Tensor, Lending]] = field(default_factory=list)
 
     @cached_property
     def numel(self) -> int:
@@ -116,6 +122,21 @@ class Subgroup:
             self.staged[piece] = known
         return known[1]
 
+    def lend(self, gradients: Sequence[Tensor]) -> Lent | None:
+        """Return the copies of all gradients to their staging; None if any needs a look.
+
+        gradients: in the order of the pieces.
+        """
+        staging = self.arena.incoming.tensor
+        known = self.lending[0] if self.lending else None
+        found = known[1].lend(gradients) if known is not None and known[0] is staging else None
+        if found is not None or not all(map(_in_order, self.pieces, gradients)):
+            return found
+        runs = [None if p.numel == p.record.numel else p.of_record for p in self.pieces]
+        made = Lending([*map(self.staged_gradient, self.pieces)], gradients, runs)
+        self.lending[:] = [(staging, made)]
+        return made.lend(gradients)
+
     @property
     def parameter(self) -> Tensor | None:
         """The host staging of its new parameters; None where the host updates none."""
@@ -140,6 +161,12 @@ class Subgroup:
     def load(self) -> SubgroupLoad:
         """Return its bytes on every lane."""
         return SubgroupLoad.of(self.numel, self.arena.format)
+
+
+def _in_order(piece: Piece, gradient: Tensor) -> bool:
+    """Return whether a gradient is in the order of its record's memory as it is."""
+    record = piece.record
+    return record.numel == gradient.numel() and record.layout is None and not record.wrapped
 
 
 def taking(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

@@ -116,7 +116,7 @@ class Transits:
             self.all = [*self.filled.values()]
         # Behind the work of each queue in which backward writes these gradients.
         behind = () if then is None else (then,)
-        sent = joined(copies) if freed else Lent(joined(copies))
+        sent = copies if isinstance(copies, Lent) else joined(copies) if freed else Lent(joined(copies))
         job = self._device.copy(Op.GRADIENT, index, sent, self._device.fence(callers), *behind)
         nbytes = sum([source.nbytes for _, source in copies])
         transit = Transit(next(self._numbers), subgroup, job, nbytes)

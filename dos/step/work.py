@@ -163,6 +163,10 @@ class SubgroupUpdate:
         if arena.streams or (arena.reads_parameters and self.from_disk):
             return []
         _, _, _, written, fresh, _, _ = self.columns
+        if not (True in written or True in fresh) and (
+            not arena.reads_parameters or len(self.subgroup.newest) == len(self.subgroup.pieces)
+        ):
+            return [*self.pieces]  # as in most steps
         newer = map(operator.or_, written, fresh)
         older = [piece for piece, new in zip(self.pieces, newer, strict=True) if not new]
         return [piece for piece in older if piece in self.subgroup.newest] if arena.reads_parameters else older
@@ -198,14 +202,18 @@ class SubgroupUpdate:
 
     def downloads(self, items: Sequence[Item]) -> list[Copy]:
         """Return the copies of the gradients of these items, and of stale parameters, to the host."""
+        stale = self.stale
         if self.at_home:
+            if len(items) == len(self.subgroup.pieces) and not (stale or self.from_disk):
+                lent = self.subgroup.lend([given.values for _, given in items])
+                if lent is not None:
+                    return lent
             staged = self.subgroup.staged_gradient
             copies = [(staged(item[0]), _values(item)) for item in items]
         else:
             gradient = self.on_host.gradient
             copies = [(gradient[item[0].run], _values(item)) for item in items]
         copies += self.download_written() if self.from_disk else []
-        stale = self.stale
         parameter = self.on_host.parameter if stale else None
         return copies + ([] if parameter is None else [(parameter[p.run], _of_parameter(p)) for p in stale])
 

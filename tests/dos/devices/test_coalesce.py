@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dos.devices import coalesce
 from dos.devices.base import Copy
-from dos.devices.coalesce import FEW, RUN_BYTES, SMALL_BYTES, copy_runs, joined, runs
+from dos.devices.coalesce import FEW, RUN_BYTES, SMALL_BYTES, joined, parts_of, queue_parts
 
 SMALL, LARGE = 100, SMALL_BYTES // 4
 
@@ -20,6 +20,15 @@ def pieces(host: Tensor, sizes: list[int], gaps: dict[int, int] | None = None) -
         found.append((host[start : start + size], torch.randn(size)))
         start += size + (gaps or {}).get(i, 0)
     return found
+
+
+def queue(copies: list[Copy], *, to_host: bool) -> None:
+    queue_parts(parts_of(copies, host=1 - to_host).parts, [copy[to_host] for copy in copies], to_host=to_host)
+
+
+def runs(copies: list[Copy]) -> list[list[Tensor]]:
+    """The sides on the host, by what small ones have in common."""
+    return [[side for _, side in run] for run in coalesce._runs(copies, 0)]
 
 
 @pytest.mark.parametrize(
@@ -37,16 +46,16 @@ def test_runs(sizes: list[int], gaps: dict[int, int], expected: list[int]) -> No
     host = torch.zeros(sum(sizes) + sum(gaps.values()))
     copies = pieces(host, sizes, gaps)
     # In the order in which backward makes gradients: from the last to the first.
-    found = runs(reversed(copies), host=0)
+    found = runs([*reversed(copies)])
     assert [len(run) for run in found] == expected
-    assert [copy[0].data_ptr() for run in found for copy in run] == [copy[0].data_ptr() for copy in copies]
+    assert [side.data_ptr() for run in found for side in run] == [copy[0].data_ptr() for copy in copies]
 
 
 def test_neighbours_of_another_type_or_memory_are_not_joined() -> None:
     memory = torch.zeros(64, dtype=torch.uint8)
     other = torch.zeros(8)
     sides = [memory[:32].view(torch.float32), memory[32:].view(torch.bfloat16), other]
-    assert [len(run) for run in runs([(side, side.clone()) for side in sides], host=0)] == [1, 1, 1]
+    assert [len(run) for run in runs([(side, side.clone()) for side in sides])] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("to_host", [True, False])
@@ -64,10 +73,10 @@ def test_copies_touch_nothing_between_pieces(to_host: bool, full: bool, monkeypa
     copies = pieces(host, sizes, {7: 4})
     before = host.clone()
     if to_host:
-        copy_runs(runs(copies, host=0), to_host=True)
+        queue(copies, to_host=True)
     else:
         copies = [(theirs, ours) for ours, theirs in copies]
-        copy_runs(runs(copies, host=1), to_host=False)
+        queue(copies, to_host=False)
         assert torch.equal(host, before)
     for destination, source in copies:
         assert torch.equal(destination, source)
@@ -79,7 +88,7 @@ def test_the_copies_of_a_job_are_one_call(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(coalesce, "queue_copies", lambda to, source: calls.append(len(to)) or plain(to, source))
     host = torch.zeros(20 * LARGE)
     copies = [(part, torch.full((LARGE,), float(n))) for n, part in enumerate(host.split(LARGE))]
-    copy_runs(runs(copies, host=0), to_host=True)
+    queue(copies, to_host=True)
     assert calls == [20]
     assert host.view(20, LARGE)[:, 0].tolist() == [*range(20)]
 
@@ -89,7 +98,7 @@ def test_a_few_small_neighbours_go_apart(count: int, staged: int, monkeypatch: p
     made, plain = list[int](), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda of, **more: made.append(len(of)) or plain(of, **more))
     copies = pieces(torch.zeros(count * SMALL), [SMALL] * count)
-    copy_runs(runs(copies, host=0), to_host=True)
+    queue(copies, to_host=True)
     assert len(made) == staged
     assert all(torch.equal(destination, source) for destination, source in copies)
 
@@ -97,8 +106,8 @@ def test_a_few_small_neighbours_go_apart(count: int, staged: int, monkeypatch: p
 def test_gradients_become_wider_on_the_way() -> None:
     host = torch.zeros(60)
     copies = [(host[i : i + 10], torch.randn(10).bfloat16()) for i in range(0, 60, 10)]
-    assert len(coalesce.runs(copies, host=0)) == 1
-    copy_runs(runs(copies, host=0), to_host=True)
+    assert len(runs(copies)) == 1
+    queue(copies, to_host=True)
     assert torch.equal(host, torch.cat([source for _, source in copies]).float())
 
 

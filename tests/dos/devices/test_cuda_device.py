@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos import DOSAdam
 from dos.devices import cuda
@@ -98,7 +99,7 @@ def test_time_before_a_launch_does_not_count(runtime: Runtime, monkeypatch: pyte
     """Rates follow what is measured, and would be those of the host."""
     use_virtual_time(runtime, monkeypatch)
     monkeypatch.setattr(AdamBatch, "point", takes_long(AdamBatch.point, runtime))
-    monkeypatch.setattr(cuda, "runs", takes_long(cuda.runs, runtime))
+    monkeypatch.setattr(cuda, "parts_of", takes_long(cuda.parts_of, runtime))
     model = mlp()
     optimizer = DOSAdam(model.parameters(), device=FakeCudaDevice(runtime), policy="stride:1", subgroup_size=300)
     train(model, optimizer, 2)
@@ -361,3 +362,14 @@ def test_a_lent_gradient_stays_until_its_copy_has_ended(runtime: Runtime, monkey
     assert not device._lent
     assert not told
     assert staged.tolist() == [1] * 5
+
+
+def test_memory_of_a_lent_gradient_stays_where_user_code_gives_it_other(runtime: Runtime) -> None:
+    device, gradient = FakeCudaDevice(runtime), torch.ones(5)
+    memory = StorageWeakRef(gradient.untyped_storage())
+    job = device.copy(Op.GRADIENT, 0, Lent([(torch.zeros(5), gradient)]))
+    gradient.data = torch.zeros(5)
+    assert not memory.expired(), "the copy has not ended"
+    runtime.complete(job.end.record_)
+    device.copy(Op.PREFETCH, 0, [(torch.zeros(5), torch.ones(5))])
+    assert memory.expired()
