@@ -21,7 +21,6 @@ from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece
 from dos.step.parts import Parts
 from dos.step.work import Columns, Input, Placed, SubgroupUpdate, new_input, prepare_updates
-from dos.torch_internals.modes import without_gradients
 from dos.weights.parts import will_write
 
 
@@ -152,7 +151,6 @@ class Finals:
             written[place] = each.master_written
         return look.columns(found, setting, written)
 
-    @without_gradients
     def _update(self, run: Run, awaiting: Awaiting) -> None:
         """Update a subgroup if it is as the last step has left it and there is memory for that; else `step()` does."""
         subgroup, parts, tier = awaiting.subgroup, self.parts, None

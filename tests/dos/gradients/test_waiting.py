@@ -48,6 +48,22 @@ def test_what_changes_while_a_gradient_waits_is_trained_on(change: Any) -> None:
     assert everything_after("cpu") == everything_after("resident")
 
 
+def test_a_gradient_in_another_order_than_its_parameter_is_sent_in_the_parameters() -> None:
+    def everything_after(policy: str) -> list[bytes]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(3)))
+        model[1].weight = nn.Parameter(model[1].weight.detach().t().contiguous().t())
+        optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=10**6, device=EmulatedDevice(FAST, 10**9))
+        for _ in range(4):
+            model[1].weight.grad = torch.zeros(9, 9)  # to which backward adds
+            model(torch.arange(9.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert everything_after("cpu") == everything_after("resident")
+
+
 def test_most_gradients_of_a_subgroup_wait_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     waited, wait = list[bool](), Departures.wait
 
