@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import AdaptivePolicy, Refinement
 from perfmodel import Lane, Op, Placement, Plan, Span, Timeline, Workload, lanes
-from perfmodel.hardware import RATES, HardwareProfile, Provenance
+from perfmodel.hardware import RATES, HardwareProfile, Provenance, ThreadRates
 from perfmodel.lanes import Stream, shared_speeds
 from perfmodel.policies import cpu_only, static_ratio, stride
 from perfmodel.schedule import schedule
@@ -72,6 +72,19 @@ def test_a_lasting_change_is_followed_within_ten_steps(rate: str, factor: float)
     found = believed_after(simulate(PLAN, WORK, actual), believed=roomy, steps=10)
     for name in (*LEARNT[1:], *rates):
         assert getattr(found, name) == pytest.approx(getattr(actual, name), rel=0.05 if name in rates else 0.06)
+
+
+def test_a_step_by_other_threads_corrects_the_rates_of_each_number_alike() -> None:
+    """Whether the memory of the host can serve all is asked of those threads: one asks for less than there is."""
+    few, many = (ThreadRates(n, n * 2e8, 60e9, 1.0, 1.0) for n in (1, 10))
+    believed = TRUTH.replace(cpu_threads=10, cpu_update_rate=2e9, by_threads=(few, many))
+    measured = simulate(PLAN, WORK, believed.with_threads(1).replace(cpu_update_rate=1.4e8))
+    found, refinement, issued = believed, Refinement(), schedule(PLAN, WORK)
+    for _ in range(20):
+        found = refinement.correct(found, issued, WORK, measured, threads=1)
+    assert found.with_threads(1).cpu_update_rate == pytest.approx(1.4e8, rel=0.05)
+    assert found.cpu_update_rate == pytest.approx(1.4e9, rel=0.05)
+    assert found.host_bandwidth == believed.host_bandwidth
 
 
 def test_a_saturated_host_is_put_down_to_its_memory() -> None:

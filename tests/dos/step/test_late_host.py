@@ -56,6 +56,17 @@ def test_few_long_backwards_or_short_updates_tell_nothing() -> None:
     assert host.share == 0.0
 
 
+def test_noise_changes_nothing_and_a_backward_of_milliseconds_tells_nothing() -> None:
+    host = LateHost()
+    for share, expected in ((0.8, 0.8), (0.86, 0.8), (0.95, 0.95)):
+        for _ in range(REMEMBERED):
+            host.add(*lasts(share, 12, 0.9), ALONE_S, SLOWDOWN[12])
+        assert host.share == pytest.approx(expected)
+    for _ in range(REMEMBERED):
+        host.add(8e-3, 8e-3, 4e-3, SLOWDOWN[12])
+    assert host.share == 0.0
+
+
 def test_another_batch_is_learned_anew() -> None:
     host = LateHost()
     for _ in range(REMEMBERED):
