@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dos.devices import DeviceFinder
 from dos.kernels.adam import FLOATS
+from dos.parameters.group_parameters import members
 from dos.rules.base import Rule
 from dos.sharding.local import local
 from dos.state.record import Layout, ParameterRecord, is_dense, kind_of
@@ -134,10 +135,11 @@ def _group_problem(group: Any, settings: Collection[str]) -> str | None:
     missing = [name for name in ("params", *settings) if name not in group]
     if missing:
         return f"no {missing[0]!r}"
-    members = group["params"]
-    if not isinstance(members, Collection) or isinstance(members, Tensor):
-        return type(members).__name__
-    others = [each for each in members if not isinstance(each, Tensor)]
+    found = group["params"]
+    if not isinstance(found, Collection) or isinstance(found, Tensor):
+        return type(found).__name__
+    # Without waiting, which fails while a CUDA graph is captured.
+    others = [each for each in members(found) if not isinstance(each, Tensor)]
     return f"{type(others[0]).__name__} among them" if others else None
 
 
