@@ -53,6 +53,7 @@ class Backward:
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
     weights: of the model's blocks, if they stream. now: the iteration that runs.
     attached: whether updates run on into a model's forward. updates: whether they begin in backward.
+    gradients_before: the number of gradients in the last iteration.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
@@ -97,7 +98,7 @@ class Backward:
         self.now = Iteration(device)
         self._registry, self._ledger, self._guard = registry, ledger, guard
         self._wanted = _NOT_ASKED
-        self._gradients_before = 0
+        self.gradients_before = 0
         self._micro_batches = 1
         self._departed = False
         """Whether gradients have left in backward, and the step uses them as they left."""
@@ -195,7 +196,12 @@ class Backward:
                 waits = record.leaf is parameter and len(places[0][0].pieces) > 1
                 if not (waits and self.departures.wait(record, places, self.device)):
                     return False
-            self.count()
+            # As `count`, which is called where it does more.
+            now, last = self.now, self.gradients_before
+            if now.backward is None or now.gradients + 1 >= last or time.perf_counter() >= self.decisions.memory.due:
+                self.count()
+            else:
+                now.gradients += 1
             return True
 
     def count(self) -> None:
@@ -207,7 +213,7 @@ class Backward:
         now, memory = self.now, self.decisions.memory
         now.gradients += 1
         if now.backward is not None:
-            is_last = now.gradients == (self._gradients_before or len(self._registry.watching))
+            is_last = now.gradients == (self.gradients_before or len(self._registry.watching))
             if is_last or time.perf_counter() >= memory.due:  # asked here, because each gradient calls this
                 memory.sample(always=is_last)
         else:
@@ -397,5 +403,5 @@ class Backward:
         self.departures.finish()
         self.begin_gradients()
         self._wanted = _NOT_ASKED
-        self._gradients_before = self.now.gradients
+        self.gradients_before = self.now.gradients
         self.decisions.memory.end_iteration()

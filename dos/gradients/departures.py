@@ -13,7 +13,7 @@ from torch import Tensor
 from dos.devices import Caller, Copy, Device
 from dos.gradients.identity import Token, Tokens
 from dos.sharding.local import local
-from dos.state.record import ParameterRecord
+from dos.state.record import ParameterRecord, are_unchanged
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.transit import Transit
 from dos.step.work import Item, SubgroupUpdate, Subject
@@ -198,12 +198,23 @@ class Departures:
                 departure.written_in(device)
         elif missing < 0:
             return False
-        self.count(record)
+        # As `count`, in one function: this runs for most gradients that are sent.
+        if self._changes != self._modes.changes:
+            self._distrust()
+        if seen.written is not None:
+            self._again |= seen.written.sent
+            seen.written = None
+        self._fired += 1
+        if again:
+            seen.times += 1
+        else:
+            seen.times, seen.gradient = 1, weakref.ref(gradient)
         return True
 
     def _gather_waiting(self, departure: Departure) -> bool:
         """Gather the gradients that wait in a subgroup for the last one; return whether it is complete."""
         staging, gathered = departure.staging, departure.gathered
+        unchanged = are_unchanged([piece.record for piece in departure.waiting])
         for piece, seen in departure.waiting.items():
             record, p = piece.record, piece.record.parameter
             gradient = p.grad
@@ -214,7 +225,7 @@ class Departures:
             # As `_look` does for others, in one function: this runs for most gradients that are sent.
             written = seen.written = Token(gradient, like=record.form)
             usable = seen.times == seen.expected and seen.untouched and not (record.stand_in or record.written_late)
-            usable = usable and staging.dtype == gradient.dtype and not record.changed()
+            usable = usable and staging.dtype == gradient.dtype and (unchanged or not record.changed())
             # A copy into another layout, and a sum of bits, would have to wait for the queue in which it was written.
             if not usable or written.negated or gradient.requires_grad or not gradient.is_contiguous():
                 departure.awaited.add(piece)

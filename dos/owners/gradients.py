@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dos.backward import Backward
 from dos.guard import ANY, Phase, entry, main_thread
 from dos.owners.assembly import Assembly
 from dos.owners.runs import Runs
@@ -14,6 +15,7 @@ from dos.owners.taking import Taking
 from dos.owners.waiting import Waiting
 from dos.parameters.watching import hooks_of_others
 from dos.sharding.local import local
+from dos.torch_internals.modes import backward_number, in_backward
 
 
 class Gradients:
@@ -23,6 +25,8 @@ class Gradients:
         self.guard, self._lock = assembly.guard, assembly.guard.lock
         self._assembly, self._registry, self._ledger = assembly, assembly.registry, assembly.ledger
         self._waiting, self._taking, self._runs = waiting, taking, runs
+        self._uncaptured: int | None = None
+        """The number of a backward of which no CUDA graph is made: a graph has all of one, or nothing."""
 
     def gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:
         """Count or send a gradient. A hook calls this, on any thread, when backward has written ``leaf.grad``.
@@ -37,7 +41,7 @@ class Gradients:
         if on_device is not None:
             if on_device.activations.in_use and leaf.grad is not None:
                 on_device.device.count(local(leaf.grad))
-            if on_device.device.capturing():
+            if backward_number() != self._uncaptured and self._is_captured(on_device):
                 if self._registry.offloaded.enabled and not hooks_of_others(leaf):
                     leaf.grad = None  # the graph that would compute it will not exist
                     raise RuntimeError(
@@ -49,6 +53,12 @@ class Gradients:
             if on_device.only_counts(parameter):
                 return
         self._gradient_ready(parameter, leaf)
+
+    def _is_captured(self, on_device: Backward) -> bool:
+        """Return whether this backward is captured in a CUDA graph."""
+        captured = on_device.device.capturing()
+        self._uncaptured = backward_number() if in_backward() and not captured else None
+        return captured
 
     @entry(*ANY, hook=True)
     def _gradient_ready(self, parameter: Tensor, leaf: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator
 
 import torch
@@ -97,7 +98,15 @@ class Runs:
             awaiting.left -= 1
             if awaiting.queue != device.caller_number():
                 awaiting.written_in(device)
-            on_device.count()
+            now, before = on_device.now, on_device.gradients_before  # as in `Backward.only_counts`
+            if (
+                now.backward is None
+                or now.gradients + 1 >= before
+                or time.perf_counter() >= on_device.decisions.memory.due
+            ):
+                on_device.count()
+            else:
+                now.gradients += 1
             return True
 
     @entry(*ANY, hook=True)

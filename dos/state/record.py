@@ -316,6 +316,18 @@ def make_records(parameters: Sequence[Tensor], arena: Arena, first: int = 0) -> 
     return [ParameterRecord(parameter, arena, offset, number) for parameter, offset, number in places]
 
 
+def are_unchanged(records: Sequence[ParameterRecord]) -> bool:
+    """Return whether no record is `changed`, as far as is known when all that are not wrapped are asked at once."""
+    parameters = [record.parameter for record in records]
+    return (
+        True not in [record.rewritten or record.wrapped for record in records]
+        and [*map(version_counter, parameters)] == [record.version for record in records]
+        and [*map(Tensor.data_ptr, parameters)] == [record.data_ptr for record in records]
+        and [*map(Tensor.stride, parameters)] == [record._strides for record in records]
+        and not any(map(Tensor.is_neg, parameters))
+    )
+
+
 def step_of(entry: Mapping[str, Any]) -> Tensor:
     """Return the entry's step as a float32 scalar on the host that counts writes; 0 if it has none."""
     step = entry.get("step", 0.0)
