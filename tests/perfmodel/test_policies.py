@@ -245,8 +245,21 @@ def test_nothing_is_streamed_beside_backward_where_the_host_is_late(host_share: 
         [35_000_000] * 34, CODED, forward_s=0.045, backward_s=0.135, in_backward=True, host_share=host_share
     )
     free = 3.5 * load.slot_bytes
+    for shared in (free, math.inf):
+        plan = adaptive(dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=shared), profile)
+        assert (Placement.GPU_STREAMED in plan.placements) == streams
+        assert streams or plan.placements.count(R) == 3
+
+
+@pytest.mark.parametrize(("in_backward", "expected"), [(False, "CCCCCCCCRRRRCCCC"), (True, "RRRRRRRRRCCCCCCC")])
+def test_where_backward_updates_leading_subgroups_stay_of_what_sizes_they_are(in_backward: bool, expected: str) -> None:
+    """Their gradients come last; else the largest that fit stay."""
+    profile = HardwareProfile.load(RESULTS / "nvidia-h100-2026-11-28" / "profile.json")
+    sizes = [20_000_000] * 8 + [60_000_000] * 8
+    load = Workload.of_sizes(sizes, SPLIT, forward_s=0.045, backward_s=0.135, in_backward=in_backward)
+    free = 0.4 * load.state_bytes
     plan = adaptive(dataclasses.replace(load, peak_free_bytes=free, shared_free_bytes=free), profile)
-    assert (Placement.GPU_STREAMED in plan.placements) == streams
+    assert letters(plan.placements) == expected
 
 
 def test_operations_without_size_can_be_planned() -> None:
