@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dos.activations.offload import ActivationOffload
 from dos.devices import Device, Mark
+from dos.devices.base import Moment
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
@@ -100,6 +101,8 @@ class Backward:
         self._wanted = _NOT_ASKED
         self.gradients_before = 0
         self._micro_batches = 1
+        self._planning: tuple[tuple[Mark, Mark], ...] = ()
+        """The stretch in which a hook of backward has made a plan: one that is new may take as long as backward."""
         self._departed = False
         """Whether gradients have left in backward, and the step uses them as they left."""
 
@@ -135,7 +138,8 @@ class Backward:
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
             ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
-            host_share=self.decisions.late_host.share,
+            host_share=self.decisions.late_host.share if self.updates else self.decisions.step_times.share,
+            host=self.decisions.step_times.times,
             passing_bytes=passing,
             in_backward=self.updates,
             micro_batches=count,
@@ -281,11 +285,13 @@ class Backward:
 
     def _look_ahead(self) -> None:
         """Decide as if the step came now; gradients and state move by this plan until then."""
+        began = Moment(time.perf_counter())
         try:
             facts = self.facts()
             plan = None if facts is None else self.decide(facts)
         except (TypeError, ValueError):
             return  # the step raises the error
+        self._planning = ((began, self.device.mark()),)
         if facts is None or plan is None:
             return
         subgroups, stores = self._registry.accelerated, self._ledger.stores
@@ -331,7 +337,9 @@ class Backward:
     def _learn_pace(self, plan: Plan, departed: bool, issued: float | None = None) -> None:
         """departed: whether gradients have left in backward, and are used as they left. issued: as for `Pace.step`."""
         early = departed if Placement.CPU in plan.placements else None
-        self.decisions.pace.step(self.now, early=early, stalls=self._stalls(), issued=issued)
+        stalls = (*self._stalls(), *self._planning)
+        self.decisions.pace.step(self.now, early=early, stalls=stalls, issued=issued)
+        self._planning = ()
 
     def issue(self, prepared: Prepared) -> None:
         """Issue the step."""

@@ -140,8 +140,9 @@ class Balance:
         if work.forward_s:
             # Its last piece waits for the last parameters; updates on the GPU take turns with it.
             last = work.forward_s / len(work.subgroups) + fetch
-            late = self._late_s(ends[..., 0], work.forward_s)
-            seconds = np.maximum(seconds + last, gpu + work.forward_s + late + forward_waits)
+            begins = self._returned(mix)
+            late = self._late_s(np.maximum(ends[..., 0] - begins, 0.0), work.forward_s)
+            seconds = np.maximum(seconds + last, np.maximum(gpu, begins) + late + work.forward_s + forward_waits)
             seconds = np.maximum(seconds, downs + saved_down) - work.forward_s
         if work.micro_batches > 1 and work.forward_s and work.backward_s:
             forward_waits = np.maximum(forward_waits, np.maximum(saved_down, weights_up) - work.forward_s)
@@ -151,6 +152,12 @@ class Balance:
             seconds = np.maximum(seconds, self._late_s(ends[..., 0], self._hidden_s)) if self._kept else seconds
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & ~np.array([[division.streams] for division in divisions]), np.inf, seconds)
+
+    def _returned(self, mix: _Mix) -> np.ndarray | float:
+        """Seconds after backward at which `step()` returns, and the next forward begins."""
+        host, on_cpu = self._workload.host, mix.of_others + mix.of_residents
+        slowdown = np.where(on_cpu > 0, self._profile.slowdown, 1.0)
+        return np.maximum(host.seconds(on_cpu, mix.streamed) * slowdown - self._workload.ahead_s, 0.0)
 
     def _late_s(self, cpu_s: np.ndarray, compute_s: float) -> np.ndarray | float:
         """Seconds by which compute is longer beside updates that keep the CPU busy for so long."""

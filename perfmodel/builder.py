@@ -9,6 +9,7 @@ from perfmodel.compute import Run
 from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Plan
 from perfmodel.tasks import (
+    CALL,
     CPU,
     DEVICE,
     DISK,
@@ -26,7 +27,7 @@ from perfmodel.tasks import (
 )
 from perfmodel.timeline import Op
 from perfmodel.windows import WindowUse
-from perfmodel.workload import BlockLoad, Workload
+from perfmodel.workload import BlockLoad, HostTimes, Workload
 
 _NEW = tuple.__new__
 
@@ -35,7 +36,9 @@ class ScheduleBuilder:
     """The tasks of a schedule so far.
 
     piece: of backward, by the subgroup whose gradient is complete then. windows: on the host, for state on disk.
-    slots: on the device. issued: the task of backward at whose end the host issues the step, if not behind it.
+    issued: the task of backward at whose end the host issues the step, if not behind it.
+    slots: on the device. filled: how many of these backward still fills. host: what issuing takes it; None: nothing.
+    returned: the task at whose end `step()` returns.
     """
 
     def __init__(
@@ -45,6 +48,9 @@ class ScheduleBuilder:
         self.piece: dict[int, int] = {}
         self.slots = [Room(DEVICE, slot) for slot in range(slots)]
         self.issued: tuple[int, ...] | None = None
+        self.host: HostTimes | None = None
+        self.returned: tuple[int, ...] = ()
+        self.filled = 0
         self.windows = WindowUse(workload.windows)
         self._plan = plan
         self._workload = workload
@@ -133,11 +139,14 @@ class ScheduleBuilder:
                 arriving.append(i)
             elif not resident and before[i].state is DEVICE:
                 self._to_host(i, backward)
+        issued = backward if self.issued is None else self.issued
+        self._call(sum(self._plan.placements[i] is CPU for i in others) * self.host.turn if self.host else 0.0, issued)
         ahead = [i for i in others if i in early]
         self._others(ahead, 0)
         for together in residents.values():
             numel = sum(before[i].numel for i in together)
-            update = self.add(ON_DEVICE, together[0], numel, backward, others=tuple(together[1:]))
+            after = backward + self._queue(1)
+            update = self.add(ON_DEVICE, together[0], numel, after, others=tuple(together[1:]))
             self._updated |= dict.fromkeys(together, update)
         for i in arriving:
             self._to_device(i, Room(DEVICE), backward)
@@ -146,6 +155,16 @@ class ScheduleBuilder:
         self._others([i for i in others if i not in early], len(ahead))
         for i in list(self.windows.inside):
             self._write(i)
+        if self.host is not None:
+            self.returned = self._call(self.host.rest)
+
+    def _call(self, seconds: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """Let the host take so long, behind what it did before. Return the task."""
+        return () if self.host is None else (self.add(CALL, None, round(seconds * 1e9), after),)
+
+    def _queue(self, jobs: int) -> tuple[int, ...]:
+        """Let the host queue jobs on the device. Return the task behind which they can begin."""
+        return () if self.host is None else self._call(jobs * self.host.job)
 
     def _others(self, others: Sequence[int], rank: int) -> None:
         """Schedule subgroups that the host updates, or that pass through slots; `rank` have done so before."""
@@ -168,13 +187,20 @@ class ScheduleBuilder:
         before = self._before[i]
         weights = before.parameter_bytes if before.streams else 0
         returned = (before.gradient_bytes or 0) + weights if before.gradient is HOST else 0
+        resident = self._plan.placements[i] is RESIDENT
+        if self.filled:  # by backward
+            self.filled -= 1
+            self._queue(2 - resident)
+            queued: tuple[int, ...] = ()
+        else:
+            queued = self._queue(3 - resident)
         if self._state[i].tier is not DEVICE:
-            self._to_device(i, slot, beside=returned)
+            self._to_device(i, slot, queued, returned)
         elif before.gradient is HOST:
-            self.add(PREFETCH, i, returned, (), self._arrived.get(i, ()), (slot,), slot.slot)
+            self.add(PREFETCH, i, returned, queued, self._arrived.get(i, ()), (slot,), slot.slot)
         self._update(i, slot)
         flush = None
-        if self._plan.placements[i] is not RESIDENT:
+        if not resident:
             reads = (slot,) if weights and self._state[i] is not slot else ()
             flush = self._to_host(i, (), reads, weights)
         else:
@@ -195,7 +221,7 @@ class ScheduleBuilder:
         if late is not None or stale:
             # Masters follow parameters where they are.
             sent = state if state.tier is HOST else Buffer()
-            self.add(GRADIENT, i, (late or 0) + stale, self._backward, (), (sent,))
+            self.add(GRADIENT, i, (late or 0) + stale, self._backward + self._queue(1), (), (sent,))
             arrived = arrived if sent is state else (*arrived, sent)
         if not through:
             self._to_host(i, self._backward)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from perfmodel.bounds import least_speeds, prices
-from perfmodel.demand import demands, operation_demand
+from perfmodel.demand import demands, operation_demand, speed_beside_updates
 from perfmodel.division import Division
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, Stream
 from perfmodel.plan import Placement, Plan
 from perfmodel.scope import UPDATE_ALONE, Phase, Scope
-from perfmodel.workload import WEIGHT_WINDOW, SubgroupLoad, Workload
+from perfmodel.workload import NO_TIMES, WEIGHT_WINDOW, SubgroupLoad, Workload
 
 _Sums = tuple[float, ...]
 """Seconds of CPU, H2D, D2H and GPU alone; of D2H for gradients that may leave beside backward; of a turn of a slot."""
@@ -36,6 +36,8 @@ class Floor:
         self._forward_s = workload.forward_s if scope.forward is Phase.OVERLAPPED else 0.0
         self._leave = bool(self._backward_s)
         self._ahead_s = min(workload.ahead_s, self._backward_s)
+        self._host = NO_TIMES if self._hidden_s else workload.host
+        self._kept = 0.0 if self._hidden_s else speed_beside_updates(workload, profile)
         members: dict[SubgroupLoad, list[int]] = {}
         for i, load in enumerate(workload.subgroups):
             members.setdefault(load, []).append(i)
@@ -86,6 +88,10 @@ class Floor:
         slots = min(slots, round(streamed)) if not work.returns else slots
         filled = 0.0 if work.returns or not before else slots * self._fill_s
         found = before + self._forward_s + gpu
+        on_cpu = sum(each.get(Placement.CPU, 0) for each in counts)
+        host_s = self._host.seconds(on_cpu, streamed, slots)
+        beside = min(max(cpu - host_s, 0.0), self._forward_s / self._kept) if self._kept else 0.0
+        found = max(found, before - called + host_s + self._forward_s + (1 - self._kept) * beside)
         if turns and slots:
             found = max(found, before + (turns - filled) / slots)
         if self._forward_s:

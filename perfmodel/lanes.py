@@ -42,10 +42,12 @@ class Stream(enum.IntEnum):
     READ = 9
     WRITE = 10
     WEIGHTS = 11
+    HOST = 12
+    """The thread that calls `step()`, which queues what the others serve."""
 
 
-CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE = range(6)
-"""The numbers of lanes: their places in LANES."""
+CPU, GPU, H2D, D2H, DISK_READ, DISK_WRITE, HOST = range(7)
+"""The numbers of lanes: their places in LANES, behind which comes the thread that calls `step()`."""
 
 
 class Service(NamedTuple):
@@ -118,10 +120,13 @@ _LANES = tuple(LANES.values())
 LANE_OF_STREAM = {stream: lane for lane, service in LANES.items() for stream in service.streams}
 NEVER = len(Stream)
 """A stream without tasks, for lanes that fewer feed."""
-_FED = [tuple(map(int, (*service.streams, NEVER, NEVER, NEVER)[:4])) for service in LANES.values()]
+_FED = [
+    tuple(map(int, (*streams, NEVER, NEVER, NEVER)[:4]))
+    for streams in (*(service.streams for service in LANES.values()), (Stream.HOST,))
+]
 """Each lane's streams, by its number; the last two go before the others."""
 _URGENT = frozenset(stream for fed in _FED for stream in fed[2:])
-_FEEDS = [list(LANES).index(LANE_OF_STREAM[stream]) for stream in Stream]
+_FEEDS = [next(number for number, fed in enumerate(_FED) if stream in fed) for stream in Stream]
 """The number of the lane that a stream feeds."""
 PIECE_BYTES = 1 << 25
 """The most bytes that any copy moves. Between pieces of state of this size other copies can run: those of another
@@ -156,8 +161,8 @@ def run_tasks(
     ready = [0.0 if queue and not waits[queue[-1]] else infinite for queue in queues]
     start, end = [math.nan] * len(waits), [math.nan] * len(waits)
     speeds_of = {} if known is None else known
-    running, left, demands = [-1] * len(LANES), [0.0] * len(LANES), [-1.0] * len(LANES)
-    now, busy, free = 0.0, list[int](), list(range(len(LANES)))  # free: those that may begin something
+    running, left, demands = [-1] * len(_FED), [0.0] * len(_FED), [-1.0] * len(_FED)
+    now, busy, free = 0.0, list[int](), list(range(len(_FED)))  # free: those that may begin something
     while True:
         for lane in free:
             stream, other, first, second = _FED[lane]
@@ -285,7 +290,7 @@ def shared_speeds(demands: Sequence[float], weights: Sequence[float], capacity: 
 
 
 def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[float]:
-    """Speeds of all lanes over their speeds alone.
+    """Speeds of all lanes over their speeds alone, and if it is busy of the thread that calls `step()`.
 
     demands: of the busy lanes, by number: bytes/s of host DRAM that each would cause alone; of the GPU as for
         `run_tasks`.
@@ -298,7 +303,9 @@ def lane_speeds(demands: Mapping[int, float], profile: HardwareProfile) -> list[
     ]
     if CPU in demands and demands.get(GPU):
         speeds[GPU] = demands[GPU]
-    busy = [number for number in demands if number != GPU]
+    if HOST in demands:
+        speeds.append(1 / profile.slowdown if CPU in demands else 1.0)
+    busy = [number for number in demands if number not in (GPU, HOST)]
     weights = [w if isinstance(w := _LANES[number].weight, float) else getattr(profile, w) for number in busy]
     wanted = [demands[number] * speeds[number] for number in busy]
     for number, share in zip(busy, shared_speeds(wanted, weights, profile.host_bandwidth_per_rank), strict=True):

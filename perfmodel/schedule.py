@@ -50,6 +50,8 @@ def schedule(
     # Offloaded gradients come up through a slot for residents, too.
     slots = max(plan.slots, workload.returns and RESIDENT in plan.placements)
     made, backward = ScheduleBuilder(plan, workload, states, slots), tuple[int, ...]()
+    if any(workload.host) and scope.backward is not Phase.UPDATED:
+        made.host = workload.host
     weights = WeightFetches(made.add, workload, plan.blocks_on_device) if workload.blocks else None
     if scope.backward is not Phase.ABSENT:
         _beside_backward(made, plan, workload, scope, weights)
@@ -72,7 +74,8 @@ def schedule(
             made.step(backward, [i for i in plan.order if i in on_disk])
     if scope.forward is Phase.ABSENT:
         return Schedule(tuple(made.tasks))
-    runs, updated = made.runs(), made.updated
+    (part, size, after), *rest = made.runs()
+    runs, updated = [(part, size, after + made.returned), *rest], made.updated
     if scope.forward is Phase.SERIAL:
         # Forward does not wait for writes to disk.
         before = tuple(number for number, task in enumerate(made.tasks) if task.op is not Op.WRITE)
@@ -100,6 +103,7 @@ def _beside_backward(
     overlapped = scope.backward is not Phase.SERIAL
     # Offloaded gradients pass through slots, which backward does not fill then.
     filled = 0 if workload.returns or not overlapped else min(len(made.slots), plan.placements.count(STREAMED))
+    made.filled = filled
     freed = [workload.backward_runs[n - 1][0] if n else None for n in memory_freed(plan, workload, filled)]
     issued = issued_after(workload)
     parts = None if scope.backward is Phase.UPDATED else {*leaving, *freed, issued}

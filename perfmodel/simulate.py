@@ -100,12 +100,16 @@ class Simulator:
     def serve(self, schedule: Schedule) -> tuple[list[float], list[float]]:
         """Start and end of each task of a schedule, in seconds."""
         loads, kinds, known = self._workload.subgroups, self._kinds, self._costs
-        each_s, compute, forward = self._workload.seconds_by_size, Stream.COMPUTE, Op.FORWARD
+        each_s, compute, host = self._workload.seconds_by_size, Stream.COMPUTE, Stream.HOST
         kept = speed_beside_updates(self._workload, self._profile)
         tasks = []
         for op, stream, subgroup, size, after, *_ in schedule.tasks:
             if stream is compute:
-                seconds, rate = each_s[op is forward] * size, kept
+                forward = op is Op.FORWARD
+                # The host has issued backward when updates begin behind it.
+                seconds, rate = each_s[forward] * size, kept if forward or self._workload.in_backward else 0.0
+            elif stream is host:
+                seconds, rate = size * 1e-9, 0.0
             else:
                 key = stream, size, kinds[subgroup or 0]
                 if key not in known:
@@ -126,6 +130,8 @@ def _spans(schedule: Schedule, starts: list[float], ends: list[float]) -> Iterat
     """The served tasks as spans; contiguous pieces of forward or backward become one span."""
     compute: list[Span] = []
     for task, start, end in zip(schedule.tasks, starts, ends, strict=True):
+        if task.stream is Stream.HOST:
+            continue
         lane = LANE_OF_STREAM[task.stream]
         span = Span(lane, task.op, task.subgroup, start, end, 0 if lane in (Lane.GPU, Lane.CPU) else task.size)
         if task.stream is not Stream.COMPUTE:

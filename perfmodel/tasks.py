@@ -17,6 +17,7 @@ GRADIENT, PARAMETER = (Op.GRADIENT, Stream.GRADIENT), (Op.PARAMETER, Stream.PARA
 PREFETCH, FLUSH = (Op.PREFETCH, Stream.PREFETCH), (Op.FLUSH, Stream.FLUSH)
 READ, WRITE = (Op.READ, Stream.READ), (Op.WRITE, Stream.WRITE)
 ON_HOST, ON_DEVICE = (Op.UPDATE, Stream.CPU), (Op.UPDATE, Stream.GPU)
+CALL = Op.UPDATE, Stream.HOST
 CPU, STREAMED, RESIDENT = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 MOVES = {
@@ -32,7 +33,7 @@ class Task(NamedTuple):
     """One operation of one stream.
 
     subgroup: None for forward, backward, saved tensors and weights of blocks. size: bytes of a copy; parameters of an
-        update; of forward and backward as in `Workload.runs`.
+        update; of forward and backward as in `Workload.runs`; nanoseconds of the host within `step()`.
     after: numbers of earlier tasks that must have ended, besides the one before it in its stream.
     slot: the staging slot that it fills, uses or empties, if any.
     others: further subgroups that the same update updates.

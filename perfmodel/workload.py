@@ -87,6 +87,25 @@ class BlockLoad(NamedTuple):
     stop: int
 
 
+class HostTimes(NamedTuple):
+    """Seconds that the host takes to issue a step, with no update on the CPU beside it; 0: not known.
+
+    turn: for each subgroup that the CPU updates. job: for each copy and update of what passes through slots.
+    rest: for all else until `step()` returns, and in the next forward beside what takes `Workload.host_share`.
+    """
+
+    turn: float = 0.0
+    job: float = 0.0
+    rest: float = 0.0
+
+    def seconds(self, on_cpu: Any, streamed: Any, filled: Any = 0) -> Any:
+        """Seconds for so many subgroups by placement, numbers or arrays. filled: slots that backward fills."""
+        return self.rest + on_cpu * self.turn + (3 * streamed - filled) * self.job
+
+
+NO_TIMES = HostTimes()
+
+
 def peak_room(activations: Sequence[SavedTensors], activation_bytes: int) -> int:
     """Bytes that moving saved tensors frees at the peak. The device has 1 + AHEAD of them even if all move."""
     sums = list(accumulate((each.nbytes for each in activations), initial=0))
@@ -120,6 +139,8 @@ class Workload:
     in_backward: whether a subgroup is updated as soon as backward has completed its gradients, not after backward.
     host_share: the seconds in which the host issues forward and backward with nothing beside it, over their own. Beside
         an update on the CPU they are `HardwareProfile.slowdown` times as many. 0: not known, or the host is never late.
+        Of forward alone where updates begin behind backward.
+    host: what `step()` takes the host, before which the next forward cannot begin.
     half_freed_bytes: device memory that is free in all of backward's second half, beyond that at the peak. Slots that
         fit into both are filled from its half on, all or none, others as backward ends. None: not known, and memory is
         freed evenly in all of backward.
@@ -149,6 +170,7 @@ class Workload:
     in_backward: bool = False
     ahead_s: float = 0.0
     host_share: float = 0.0
+    host: HostTimes = NO_TIMES
     half_freed_bytes: float | None = None
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,8 @@ class Gradients:
         guard = self.guard
         # Gradients are copied to memory from which the host may still update for the last step.
         if self._ledger.running:
+            if self._assembly.on_device is not None:
+                self._assembly.on_device.now.first = time.perf_counter()
             self._waiting.end_last_step()
         if (guard.phase is not Phase.BACKWARD and guard.broken) or guard.lost or main_thread.ended:
             return  # the step raises the error

@@ -26,7 +26,7 @@ from dos.state.homes import Homes, housed
 from dos.state.subgroup import Subgroup
 from dos.step.issue import Step
 from dos.step.iteration import Iteration
-from dos.step.late_host import LateHost
+from dos.step.late_host import MOST, LateHost, StepTimes
 from dos.step.pace import Pace
 from dos.step.prepare import Rooms
 from perfmodel import Lane, Op, Plan, SubgroupLoad, Timeline, Workload
@@ -89,6 +89,7 @@ class Decisions:
         any thread.
     follows_memory: whether plans follow the memory that is free.
     memory: of the device. pace: how long forward and backward last. late_host: how late updates make the host.
+    step_times: what `step()` takes the host.
     stepped: the iteration whose step was issued last.
     held: returns the bytes of state on the device. counted: see `MemoryMonitor`. Both may be called on any thread.
     host, pool: host memory of state and of saved tensors.
@@ -110,7 +111,7 @@ class Decisions:
         self.plan: Plan | None = None
         self.stepped: Iteration | None = None
         self.memory = MemoryMonitor(device, counted, budget)
-        self.pace, self.late_host = Pace(queues=device.queues), LateHost()
+        self.pace, self.late_host, self.step_times = Pace(queues=device.queues), LateHost(), StepTimes()
         self._device = device
         self._policy = policy
         self._adaptive = policy if isinstance(policy, AdaptivePolicy) else None
@@ -126,6 +127,8 @@ class Decisions:
         """The number of steps that have ended."""
         self._ran: tuple[Schedule, Workload, Timeline, int] | None = None
         """The last step with its workload, measured times and threads, until `refine` has used them."""
+        self._learned_of: Plan | None = None
+        """The plan of the last step that has ended."""
         self._why = ""
         self._planned: tuple[Workload | None, HardwareProfile | None] = None, None
         """The workload and the profile for which the plan was made."""
@@ -176,8 +179,12 @@ class Decisions:
         if stepped.alone:
             self.refine()  # no hook has seen a gradient since the step before, as where a graph is replayed
             self._ran = step.schedule, stepped.workload, step.ran, stepped.issued.threads
-        if stepped.workload.in_backward and self.profile is not None and self._device.queues:
-            self._learn_lateness(step, stepped.workload, timeline, self.profile.with_threads(stepped.issued.threads))
+        if self.profile is not None and self._device.queues:
+            profile = self.profile.with_threads(stepped.issued.threads)
+            if stepped.workload.in_backward:
+                self._learn_lateness(step, stepped.workload, timeline, profile)
+            else:
+                self._learn_host(step, stepped.workload, stepped.issued, timeline, profile)
 
     def _learn_lateness(self, step: Step, work: Workload, timeline: Timeline, profile: HardwareProfile) -> None:
         """Learn from a backward in which updates ran how late they made the host."""
@@ -189,6 +196,26 @@ class Decisions:
             beside = [min(s.end, lasted.end) - max(s.start, lasted.start) for s in timeline.spans if s.lane is Lane.CPU]
             beside_s = sum(seconds for seconds in beside if seconds > 0)
             self.late_host.add(lasted.end - lasted.start, beside_s, work.backward_s, profile.slowdown)
+
+    def _learn_host(self, step: Step, work: Workload, plan: Plan, timeline: Timeline, profile: HardwareProfile) -> None:
+        """Learn what a step took the host, and how late its updates on the CPU made the host in the next forward."""
+        before, self._learned_of = self._learned_of, plan
+        after, spans = step.iteration.following, timeline.on(Lane.CPU)
+        if after is None or not work.forward_s or plan != before:  # what moves to other places takes time, too
+            return
+        slowdown = profile.slowdown if spans else 1.0
+        handing_s, queuing_s = step.handing_s, step.queuing_s
+        rest_s, beside_s = after.began - step.began - handing_s - queuing_s, 0.0
+        if after.first and not work.blocks and work.micro_batches == 1:
+            blocked_s = sum(end - begin for begin, end in step.iteration.blocked if after.began <= begin < after.first)
+            begin, end = after.began - step.origin, after.first - step.origin
+            beside_s = sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans)
+            lasted_s, beside_s = end - begin - blocked_s, max(0.0, beside_s - blocked_s)
+            self.late_host.add(lasted_s, beside_s, work.forward_s, slowdown)
+            # Hooks wait for updates, and the threads that update take Python's lock.
+            rest_s += max(0.0, lasted_s - work.forward_s - MOST * beside_s)
+        self.step_times.add(slowdown, (handing_s, step.handed), (queuing_s, step.queued), (rest_s, 1))
+        self.step_times.settle(plan, self.late_host.share, slowdown, beside_s, work.forward_s + work.backward_s)
 
     def refine(self) -> None:
         """Correct the rates by the last step. Called as backward begins: behind the step the device would wait."""

@@ -342,6 +342,7 @@ def why_changed(
         ("forward", _ms(before.forward_s), _ms(now.forward_s)),
         ("backward", _ms(before.backward_s), _ms(now.backward_s)),
         ("the host's part of backward", f"{before.host_share:.0%}", f"{now.host_share:.0%}"),
+        ("what the host needs to issue a step", *(_ms(_issuing_s(work)) for work in (before, now))),
         ("the time from the step's issue to the end of backward", _ms(before.ahead_s), _ms(now.ahead_s)),
     ):
         if then != since:
@@ -354,6 +355,11 @@ def why_changed(
         else "saved tensors, weights or memory of the host have changed"
     )
     return ", ".join(reasons) or other
+
+
+def _issuing_s(work: Workload) -> float:
+    """Return the seconds in which the host issues a step that updates half on the CPU and streams the other half."""
+    return float(work.host.seconds(len(work.subgroups) / 2, len(work.subgroups) / 2))
 
 
 def _late(work: Workload) -> str:

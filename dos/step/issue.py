@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -57,6 +58,8 @@ class Step:
     rooms_to_free: subgroups, each with the store whose room its state leaves in this step.
     stale_homes: the same where there is a disk and the state leaves its home there or on the host for the other.
     joined: the subgroups behind whose update a queue of the caller was ordered.
+    handing_s, handed: seconds in which updates on the CPU were handed over that wait for no other task, and how many.
+    queuing_s, queued: the same of what passes through slots. began: when this began, on the clock of time.perf_counter.
     ran: when the schedule's tasks ran, once `timeline` was called; origin: its 0, on the clock of time.perf_counter.
     """
 
@@ -77,6 +80,8 @@ class Step:
         self.joined: set[Subgroup] = set()
         self.ran = Timeline(())
         self.origin = iteration.started
+        self.handing_s = self.queuing_s = self.began = 0.0
+        self.handed = self.queued = 0
         self.caller_resumed: Mark | None = None
         self.jobs = [*self._begun]
         self.uploads: list[Future[Job]] = []
@@ -152,8 +157,10 @@ class Step:
                 jobs[number] = (Promise(turns[-1].done),) if turns[-1].work.subgroup.arena.streams else ()
                 give(turns[-1])
 
+        self.began = time.perf_counter()
         # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
         hand_over(on_host.get(under_way, ()))
+        self.handing_s, self.handed = time.perf_counter() - self.began, len(turns)
         for number in range(under_way + 1, len(tasks)):
             task = tasks[number]
             if task.stream is Stream.PARAMETER:
@@ -161,12 +168,14 @@ class Step:
             elif task.stream is not Stream.CPU:
                 if task.window is not None:
                     self._enter(task)
-                after = [job for other in task.after for job in jobs[other]]
+                after, began = [job for other in task.after for job in jobs[other]], time.perf_counter()
                 self.jobs.append((self._update if task.op is Op.UPDATE else self._transfer)(task, after))
                 jobs[number] = self.jobs[-1:]
                 if task.stream in _OF_STATE:
                     used = [self._subjects[i].subgroup for i in (task.subgroup, *task.others) if i is not None]
                     self._stores.device.use(task.stream, self.jobs[-1], used, task.slot)
+                if task.slot is not None:
+                    self.queuing_s, self.queued = self.queuing_s + time.perf_counter() - began, self.queued + 1
             if number in on_host:
                 hand_over(on_host[number])
         # Else the turns would refer to the gradients' memory until the caller waits for the step.

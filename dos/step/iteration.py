@@ -41,6 +41,8 @@ class Iteration:
     gradients: the number of gradients that backward has written. left: of them, those that stay in `p.grad` until the
         step. several_ranks: whether other ranks may change them after its hooks.
     issued: the plan of the step. started: when `step()` prepared it, on the clock of time.perf_counter.
+    began, first: when the step before returned, and when backward wrote the first gradient, likewise; 0: not known.
+    blocked: from when to when the host waited for this iteration's step, likewise.
     alone: whether only the step's own work, all of which is measured, ran beside it, so that the profile can learn.
     workload: the one for which the last plan was made. withheld: see MemoryMonitor, at that time.
     waits: the caller's, for this iteration's step.
@@ -56,7 +58,8 @@ class Iteration:
         self.backward: Mark | None = None
         self.first_departure: Mark | None = None
         self.step: Mark | None = None
-        self.started = 0.0
+        self.began, self.first, self.started = time.perf_counter(), 0.0, 0.0
+        self.blocked: list[tuple[float, float]] = []
         self.gradients = self.left = 0
         self.several_ranks = False
         self.issued: Plan | None = None
@@ -95,8 +98,9 @@ class Iteration:
     @contextmanager
     def held_up(self) -> Iterator[None]:
         """Surround a wait of the caller's thread, or of the work that it queues from then on."""
-        before = self._device.mark()
+        before, began = self._device.mark(), time.perf_counter()
         yield
+        self.blocked.append((began, time.perf_counter()))
         self.waits.append(Wait(before, self._device.mark()))
 
     def read_moves(self) -> None:

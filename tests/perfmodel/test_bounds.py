@@ -13,7 +13,7 @@ from perfmodel.floor import Floor
 from perfmodel.hardware import DISK_RATES, HardwareProfile, builtin_profiles
 from perfmodel.policies import cpu_only, spilled, static_ratio, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan
-from perfmodel.workload import SavedTensors, SubgroupLoad, Workload, peak_room
+from perfmodel.workload import HostTimes, SavedTensors, SubgroupLoad, Workload, peak_room
 from tests.support.machines import machine, with_disk, work
 from tests.support.random_plans import saved_tensors
 from tests.support.training import FAST
@@ -129,6 +129,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Workload, HardwareProfile]:
         backward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
         forward_s=draw(st.sampled_from([0.0, 0.05, 2.0])),
         ahead_s=draw(st.sampled_from([0.0, 0.02, 1.0])),
+        host=draw(st.sampled_from([HostTimes(), HostTimes(turn=0.01, job=0.02, rest=0.05)])),
+        host_share=draw(st.sampled_from([0.0, 0.9])),
     )
     load = dataclasses.replace(load, activations=activations)
     if draw(st.booleans()):

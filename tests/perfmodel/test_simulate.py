@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfmodel import Lane, Op, Placement, Plan, Timeline
+from perfmodel.adaptive import adaptive
 from perfmodel.demand import speed_beside_updates
 from perfmodel.hardware import HardwareProfile
 from perfmodel.lanes import CPU, D2H, H2D, PIECE_BYTES, Stream, lane_speeds, run_tasks, shared_speeds
 from perfmodel.policies import cpu_only, stride
 from perfmodel.simulate import UPDATE_ALONE, Phase, Scope, exposed, makespan, serve, simulate
 from perfmodel.tasks import Schedule
-from perfmodel.workload import SubgroupLoad, Workload
+from perfmodel.workload import HostTimes, SubgroupLoad, Workload
 from tests.support.machines import machine, work
 
 C, S, R = Placement.CPU, Placement.GPU_STREAMED, Placement.GPU_RESIDENT
@@ -205,6 +206,47 @@ def test_whole_iteration_overlaps_both_ends() -> None:
     assert exposed(plan, load, machine(), WHOLE) == pytest.approx(4)
     assert exposed(plan, load, machine(), serial) == makespan(plan, load, machine()) == pytest.approx(16)
     assert makespan(plan, load, machine(), serial) == pytest.approx(30 + 16)
+
+
+ISSUING = HostTimes(turn=1.0, job=3.0, rest=4.0)
+
+
+def test_the_next_forward_waits_for_the_host_that_issues_the_step() -> None:
+    """It begins in the middle of backward: a turn takes it 1 s, the update of the resident 3 s, its return 4 s."""
+    load, plan = work(2, forward_s=20.0, backward_s=10.0, ahead_s=5.0), Plan((R, C), (0, 1), 0)
+    for host, begins in ((HostTimes(), [0, 10, 13]), (ISSUING, [0, 10, 13]), (HostTimes(2.0, 8.0, 4.0), [0, 15, 19])):
+        timeline = simulate(plan, dataclasses.replace(load, host=host), machine(), WHOLE)
+        assert [span.start for span in timeline.on(Lane.GPU)][:3] == begins
+
+
+def test_a_streamed_subgroup_comes_once_the_host_has_queued_its_jobs() -> None:
+    """But for the one whose slot backward has filled, of which the host queues the update and the way home."""
+    load = work(3, forward_s=20.0, backward_s=40.0, host=ISSUING)
+    plan = Plan((S, S, S), (0, 1, 2), 2)
+    begins = [span.start for span in simulate(plan, load, machine(), WHOLE).on(Lane.H2D)]
+    assert begins == [0, 12, 40 + 2 * 3 + 2 * 3 + 3 * 3]
+
+
+def test_an_update_on_the_cpu_slows_the_host_that_issues() -> None:
+    profile = machine(cpu_update_rate=12.0).replace(cpu_threads=10)
+    tasks = [(Stream.CPU, 1.0, 0.0, ()), (Stream.HOST, 2.0, 0.0, ())]
+    assert run_tasks(tasks, profile)[1] == pytest.approx([1.0, 3 - 1 / profile.slowdown])
+
+
+def test_what_the_host_issues_in_backward_is_none_of_the_step_s() -> None:
+    load = work(3, forward_s=20.0, backward_s=40.0, in_backward=True)
+    late = dataclasses.replace(load, host=ISSUING)
+    plan, scope = Plan((S, C, R), (0, 1, 2), 1), Scope.beside(load)
+    assert simulate(plan, late, machine(), scope) == simulate(plan, load, machine(), scope)
+
+
+def test_plans_stream_less_where_that_takes_the_host_long() -> None:
+    profile = HardwareProfile.builtin("h100")
+    load = Workload.of_sizes([36_000_000] * 24, forward_s=0.05, backward_s=0.14, ahead_s=0.04)
+    load = dataclasses.replace(load, peak_free_bytes=load.state_bytes / 3, shared_free_bytes=load.state_bytes / 3)
+    late = dataclasses.replace(load, host=HostTimes(turn=4e-4, job=10e-3, rest=8e-3))
+    quick, slow = (adaptive(each, profile).placements.count(S) for each in (load, late))
+    assert slow < quick
 
 
 def test_prefetch_waits_for_the_memory_that_backward_frees() -> None:

@@ -6,12 +6,13 @@ import dataclasses
 
 import pytest
 
-from dos.step.late_host import REMEMBERED, LateHost
-from perfmodel import Lane, Op, Workload
+from dos.step.late_host import REMEMBERED, LateHost, StepTimes
+from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.format import SPLIT
 from perfmodel.hardware import HardwareProfile
 from perfmodel.simulate import Scope, makespan, simulate
+from perfmodel.workload import NO_TIMES, HostTimes
 from tests.support import ROOT
 
 ALONE_S = 0.135
@@ -93,5 +94,60 @@ def test_plans_settle_by_what_they_show(residents: int, share: float) -> None:
         host.add(end, beside, ALONE_S, profile.with_threads(plans[-1].threads).slowdown)
     assert len(set(plans)) <= 2
     each = [profile.with_threads(n).replace(by_threads=()) for n in (1, 2, 4, 8, 12)]
+    best = min(makespan(adaptive(truth, one), truth, one, scope) for one in each)
+    assert makespan(plans[-1], truth, profile, scope) <= 1.04 * best
+
+
+def test_what_a_step_takes_the_host_is_the_median_of_recent_ones_without_the_slowdown() -> None:
+    plan, times = Plan((Placement.CPU,) * 3 + (Placement.GPU_STREAMED,) * 2, tuple(range(5)), 1), StepTimes()
+    for stretch in (90.0, 1.0, 2.0, 0.5, 1.0):  # the first compiles kernels
+        assert times.times == NO_TIMES
+        times.add(2.0, (stretch * 6e-3, 3), (stretch * 24e-3, 6), (stretch * 8e-3, 1))
+        times.settle(plan, 0.0, 2.0, 0.0, 0.1)
+    assert times.times == pytest.approx(HostTimes(turn=1e-3, job=2e-3, rest=4e-3))
+
+
+def test_a_plan_without_streamed_subgroups_leaves_known_what_they_take() -> None:
+    plan, times = Plan((Placement.GPU_STREAMED,), (0,), 1), StepTimes()
+    for _ in range(REMEMBERED):
+        times.add(1.0, (0.0, 0), (6e-3, 3), (4e-3, 1))
+    for _ in range(2 * REMEMBERED):
+        times.settle(plan, 0.0, 1.0, 0.0, 0.1)
+        times.add(1.0, (0.0, 0), (0.0, 0), (14e-3, 1))
+    assert times.times == pytest.approx(HostTimes(turn=0.0, job=2e-3, rest=14e-3))
+
+
+@pytest.mark.parametrize(("share", "beside_s", "moves"), [(0.75, 0.1, True), (0.75, 0.01, False), (0.52, 0.1, False)])
+def test_another_plan_is_made_where_the_host_is_later_than_was_known(
+    share: float, beside_s: float, moves: bool
+) -> None:
+    plan, times = Plan((Placement.CPU,), (0,), 0), StepTimes()
+    times.settle(plan, share, 2.0, beside_s, 0.19)
+    assert (times.share > 0) is moves
+
+
+def test_plans_settle_by_what_steps_take_the_host() -> None:
+    """The host is late in the forward beside updates, and streaming takes it long."""
+    profile = HardwareProfile.load(ROOT / "experiments/results/nvidia-h100-2026-11-28/profile.json")
+    work = Workload.of_sizes([36_100_000] * 33, SPLIT, forward_s=0.052, backward_s=0.138, ahead_s=0.03)
+    free = 16.5 * work.slot_bytes
+    work = dataclasses.replace(work, peak_free_bytes=free, shared_free_bytes=free)
+    truth = dataclasses.replace(work, host=HostTimes(turn=4e-4, job=1.5e-3, rest=9e-3), host_share=2.5)
+    scope, late, times, plans = Scope.beside(work), LateHost(), StepTimes(), list[Plan]()
+    planner = AdaptivePlanner()
+    for _ in range(6 * REMEMBERED):
+        plans.append(planner(dataclasses.replace(work, host=times.times, host_share=times.share), profile))
+        machine = profile.with_threads(plans[-1].threads)
+        shown = simulate(plans[-1], truth, profile, scope)
+        begin = max(span.end for span in shown.spans if span.op is Op.BACKWARD)
+        forward = [span for span in shown.spans if span.op is Op.FORWARD]
+        beside_s = sum(max(0.0, s.end - max(s.start, begin)) for s in shown.on(Lane.CPU))
+        late.add(max(s.end for s in forward) - begin, beside_s, work.forward_s, machine.slowdown)
+        n, streamed = (plans[-1].placements.count(p) for p in (Placement.CPU, Placement.GPU_STREAMED))
+        turn, job, rest = truth.host
+        times.add(1.0, (n * turn, n), (3 * streamed * job, 3 * streamed), (rest, 1))
+        times.settle(plans[-1], late.share, machine.slowdown, beside_s, 0.19)
+    assert len({*plans[-REMEMBERED:]}) == 1
+    each = [profile.with_threads(n).replace(by_threads=()) for n in (2, 4, 8, 12)]
     best = min(makespan(adaptive(truth, one), truth, one, scope) for one in each)
     assert makespan(plans[-1], truth, profile, scope) <= 1.04 * best

@@ -14,10 +14,12 @@ from dos import DOSAdam
 from dos.kernels import update
 from dos.machine import threads
 from dos.planning.policies import AdaptivePolicy, Policy
-from dos.step.late_host import LateHost
-from perfmodel import Plan, Workload
+from dos.step import pace
+from dos.step.late_host import LateHost, StepTimes
+from perfmodel import Placement, Plan, Workload
 from perfmodel.hardware import ThreadRates
-from perfmodel.policies import cpu_only
+from perfmodel.policies import cpu_only, stride
+from perfmodel.workload import HostTimes
 from tests.support.fake_cuda import FakeCudaDevice, Runtime
 from tests.support.inside import session_of
 from tests.support.training import FAST, bits, bits_on_host, mlp, train
@@ -53,13 +55,15 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return found
 
 
-def trained(runtime: Runtime, policy: str | float | Policy, *, updates: str = "step", **options: object) -> DOSAdam:
+def trained(
+    runtime: Runtime, policy: str | float | Policy, *, updates: str = "step", steps: int = 3, **options: object
+) -> DOSAdam:
     model = mlp()
     optimizer = DOSAdam(model.parameters(), policy=policy, device=FakeCudaDevice(runtime), subgroup_size=300, **options)
     optimizer.attach(model, updates=updates)
-    train(model, optimizer, 3)
+    train(model, optimizer, steps)
     optimizer.synchronize()
-    assert bits(model.parameters()) == bits_on_host(steps=3)
+    assert bits(model.parameters()) == bits_on_host(steps=steps)
     return optimizer
 
 
@@ -122,3 +126,32 @@ def test_the_host_s_part_is_learned_beside_updates_and_planned_with(
     decisions.late_host.share = 0.5
     facts = session_of(optimizer).assembly.on_device.facts()
     assert facts.workload.host_share == 0.5
+
+
+class Strided(AdaptivePolicy):
+    """Streams every second subgroup."""
+
+    def __call__(self, workload: Workload) -> Plan:
+        return stride(workload, 2, slots=1)
+
+
+def test_what_a_step_takes_the_host_is_learned_and_planned_with(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned, settled = list[tuple[tuple[float, int], ...]](), list[float]()
+    monkeypatch.setattr(StepTimes, "add", lambda times, slowdown, *took: learned.append(took))
+    monkeypatch.setattr(StepTimes, "settle", lambda times, plan, share, slowdown, *seconds: settled.append(slowdown))
+    monkeypatch.setattr(pace._Typical, "add", lambda typical, *_: setattr(typical, "seconds", 1.0))  # no time passes
+    optimizer = trained(runtime, Strided(FAST), steps=6)
+    on_cpu, streamed = (optimizer.plan().placements.count(p) for p in (Placement.CPU, Placement.GPU_STREAMED))
+    assert learned
+    assert on_cpu > 1 < streamed
+    for handing, queuing, rest in learned:
+        assert handing[1] == on_cpu
+        assert queuing[1] in (3 * streamed, 3 * streamed - 1), "backward may have filled the slot"
+        assert rest[1] == 1
+        assert min(handing[0], queuing[0], rest[0]) >= 0
+    assert {*settled} == {FAST.slowdown}
+    on_device = session_of(optimizer).assembly.on_device
+    on_device.decisions.step_times.times = HostTimes(turn=1e-3)
+    assert on_device.facts().workload.host == HostTimes(turn=1e-3)
