@@ -39,13 +39,15 @@ FIRST_STEP = 2
 FEWEST, TASKS = 3, 700
 """Of these neighbours, at least, and as many as have this number of tasks, each of which takes three to five us. Twice
 as many found nothing better on 60 drawn workloads of two measured machines."""
+FEWEST_BESIDE = 12
+"""The same where updates run beside backward: the closed form does not know when each gradient comes."""
 NEAR, FAR = 0.06, 0.25
 """Shares of an iteration by which the closed form may be wrong: about the best plans, and about those of policies, or
 whose slots only offloaded gradients pass."""
 EVEN = 0.03
 """Share of many subgroups by which a stride may differ that takes the place of the best number on the CPU of a part of
 them: the next forward waits less for turns in an order that recurs, which a part is too short to tell."""
-ALIKE, ALIKE_BESIDE = 0.003, 0.02
+ALIKE, ALIKE_BESIDE = 0.003, 0.01
 """Shares of an iteration by which plans differ that are about as good: the second where updates run beside backward,
 whose host they make later than a model can know."""
 WORTHWHILE = 0.01
@@ -211,6 +213,8 @@ class Answers:
                     best = look(division, on_cpu)
         each = len(workload.subgroups) * (2 + (workload.backward_s > 0) + (workload.forward_s > 0))
         left, step = max(FEWEST, TASKS // each), FIRST_STEP
+        if workload.in_backward:
+            left, step = FEWEST_BESIDE, max(FIRST_STEP, len(workload.subgroups) // 8)
         while step and left > 0:
             before, (least, most) = best, self._range(best.division)
             for on_cpu in sorted({max(before.on_cpu - step, least), min(before.on_cpu + step, most)} - {before.on_cpu}):

@@ -148,7 +148,7 @@ class Balance:
             forward_waits = np.maximum(forward_waits, np.maximum(saved_down, weights_up) - work.forward_s)
             seconds = seconds + (work.micro_batches - 1) * (stall + forward_waits)
         if self._hidden_s:
-            seconds = seconds - self._hidden_s
+            seconds = np.maximum(seconds - self._hidden_s, gpu)  # which takes turns with compute
             seconds = np.maximum(seconds, self._late_s(ends[..., 0], self._hidden_s)) if self._kept else seconds
         seconds = seconds + stall + TIE * ends[..., : DOWN + 1].mean(axis=-1)
         return np.where(some & ~np.array([[division.streams] for division in divisions]), np.inf, seconds)

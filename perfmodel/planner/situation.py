@@ -16,7 +16,7 @@ from perfmodel.planner.job import Job
 from perfmodel.planner.memory import device_footprint, held_bytes, host_bytes, saved_tensors, spill
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.schedule import schedule, schedule_micro_batch
-from perfmodel.simulate import Phase, Scope, makespan
+from perfmodel.simulate import Phase, Scope, Simulator, makespan
 from perfmodel.tasks import Task
 from perfmodel.timeline import Lane, Op
 from perfmodel.workload import BlockLoad, SubgroupLoad, Workload, peak_room
@@ -165,9 +165,8 @@ class Situation:
             before_s = self.job.backward_s + (0.0 if attached else update_s)
             seconds = before_s + self.job.forward_s(updated=update_s if attached else 0.0)
         else:
-            seconds = seconds_of(
-                schedule(plan, self.iteration_workload, self.scope), self.iteration_workload, self.profile
-            )
+            made = Simulator(self.iteration_workload, self.profile, self.scope).schedule(plan)
+            seconds = seconds_of(made, self.iteration_workload, self.profile)
         seconds += self._micro_batch_s(plan) * (self.question.micro_batches - 1)
         if not self.job.has_communication:
             return seconds

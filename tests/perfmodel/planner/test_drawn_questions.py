@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -32,6 +33,8 @@ FOUND = [
     "--offload-activations 0.3 --fsdp --subgroup-size 5M",
 ]
 """Questions for which adaptive was behind."""
+FOUND_IN_BACKWARD = 143, 221, 3048, 3076, 3114, 4081, 4249, 4276
+"""Drawn questions for which it was where backward updates: turns of the CPU were taken in the order of gradients."""
 
 
 def drawn(seed: int) -> str:
@@ -72,15 +75,17 @@ def test_adaptive_is_never_behind_and_nothing_is_below_the_bound(line: str) -> N
     assert bound <= (1 + 1e-6) * min(each.update_s or 0.0 for each in (*fitting, best))
 
 
-@pytest.mark.parametrize("seed", [pytest.param(i, marks=() if i < QUICK else pytest.mark.slow) for i in range(DRAWN)])
+@pytest.mark.parametrize(
+    "seed", [*FOUND_IN_BACKWARD, *(pytest.param(i, marks=() if i < QUICK else pytest.mark.slow) for i in range(DRAWN))]
+)
 def test_where_backward_updates_adaptive_is_not_behind(seed: int) -> None:
-    """But for what it gives for all state on the GPU, where that is about as good."""
+    line = drawn(seed).replace("--fsdp", "").replace("--no-attach", "")
     try:
-        question, _ = asked(*drawn(seed).split())
+        question, _ = asked(*re.sub(r"--ranks \d", "--ranks 1", line).split())
         question = question.replace(updates="backward")
-    except ValueError:  # such as several ranks
+    except ValueError:  # such as gradients that are scaled
         return
     *others, best = outcomes(Situation(question))
-    limit = 1.1 if question.streams else 1.05  # the state of blocks that stream is divided less well
     if best.fits:
-        assert best.seconds <= limit * min(each.seconds for each in others if each.fits)
+        # About as good plans differ by a hundredth, and the planner counts compute that is slower beside copies.
+        assert best.seconds <= 1.02 * min(each.seconds for each in others if each.fits)
