@@ -209,7 +209,7 @@ class DOSAdam(Optimizer):
             with switching_often():
                 self._session.step(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            settings = error.args if isinstance(error, KeyError) else ()
+            settings = [name for name in error.args if isinstance(error, KeyError) and name in self.defaults]
             found = malformed(self.param_groups, self._session.assembly.reconciler.state, settings)
             if found:
                 raise TypeError(found) from error
