@@ -348,6 +348,7 @@ class DOSAdam(Optimizer):
         check_number(max_norm, "max_norm", or_bool=False)
         if not max_norm > 0:
             raise ValueError(f"max_norm must be above 0, found {max_norm}")
+        self._session.waiting.finish_others()
         return self._session.edits.clip(float(max_norm))
 
     def edit_gradients(self, edit: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -370,6 +371,7 @@ class DOSAdam(Optimizer):
         Raises TypeError or ValueError for anything else that ``edit`` returns, ValueError if it returns None both for
         gradients that it has edited and for others, and as ``step()`` does.
         """
+        self._session.waiting.finish_others()
         self._session.edits.edit_gradients(edit)
 
     def grad_norm(self) -> Tensor:
@@ -377,6 +379,7 @@ class DOSAdam(Optimizer):
 
         Raises as ``step()`` does, when gradients are offloaded.
         """
+        self._session.waiting.finish_others()
         return self._session.edits.norm()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

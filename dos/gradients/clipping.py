@@ -116,9 +116,9 @@ class Clipping:
         return square if factor is None else square * factor.to(square.device) ** 2
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip their and all offloaded gradients to `max_norm` in the step; return their norm before."""
+        """Clip their gradients to `max_norm` in the step, wherever these are; return their norm before."""
         norm = self.norm(parameters)
-        handles = [handle for _, handle in self._offloaded.gradients()]
+        handles = [handle for _, handle in self._offloaded.gradients({id(p) for p in parameters})]
         self._fold([*_gradients(parameters), *handles], clip_factor(norm, max_norm))
         return norm
 
