@@ -408,7 +408,7 @@ class FakeCudaDevice(CudaDevice):
 
     def _empty(self, nbytes: int) -> Tensor:
         """What its owner still does with the memory leaves NaN there in every dtype; it is late if others allocate."""
-        buffer, owner = torch.empty(nbytes, dtype=torch.uint8), self.runtime.current_stream()
+        buffer, owner = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), self.runtime.current_stream()
         self.runtime.allocated.add(owner)
         if self._foreign:
             owner.enqueue(lambda: buffer.fill_(0xFF))

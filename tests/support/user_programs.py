@@ -669,6 +669,15 @@ def scheduled(job: Job) -> Iterable[Tensor]:
     return job.ends()
 
 
+def under_another_default_device(job: Job) -> Iterable[Tensor]:
+    for seed in range(3):
+        job.backward(seed)
+        with torch.device("meta"):
+            job.optimizer.step()
+        job.optimizer.zero_grad()
+    return job.ends()
+
+
 def copied_optimizer(job: Job) -> Iterable[Tensor]:
     job.step(0)
     optimizer = copy.copy(job.optimizer)
@@ -694,6 +703,7 @@ PROGRAMS: dict[str, dict[Callable[[Job], Iterable[Tensor]], Callable[[Any], obje
         **dict.fromkeys((noisy, masked, edited_directly, replaced_gradients, projected, skipping)),
         **dict.fromkeys((zeroed_in_place, hooked, hooked_modules, hooked_after_accumulation, clipped)),
         **dict.fromkeys((clipped_by_value, frozen_in_turns, closures, scheduled, copied_optimizer)),
+        under_another_default_device: None,
     },
 }
 """Programs by their kind, each with what adapts its model."""
