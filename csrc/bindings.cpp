@@ -18,6 +18,7 @@
 #include "arrivals.h"
 #include "disk.h"
 #include "order.h"
+#include "runtime.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -149,6 +150,30 @@ NB_MODULE(_adam, module) {
       .def("fail", &dos::Arrivals::fail)
       .def("wait", &dos::Arrivals::wait, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &dos::Arrivals::waiting);
+
+  // The addresses of the functions. `queue` returns the error, and `moved` as it is then.
+  nb::class_<dos::Runtime>(module, "Runtime")
+      .def(
+          "__init__",
+          [](dos::Runtime* made, uintptr_t wait, uintptr_t record, uintptr_t copy, uintptr_t sleep, size_t most) {
+            new (made) dos::Runtime(reinterpret_cast<dos::Runtime::Wait>(wait),
+                                    reinterpret_cast<dos::Runtime::Record>(record),
+                                    reinterpret_cast<dos::Runtime::Copy>(copy),
+                                    reinterpret_cast<dos::Runtime::Sleep>(sleep), most);
+          },
+          "wait"_a, "record"_a, "copy"_a, "sleep"_a, "most"_a)
+      // With the lock of Python where there is little to queue: to get it back may take longer.
+      .def(
+          "queue",
+          [](const dos::Runtime& runtime, uintptr_t stream, const std::vector<uintptr_t>& waits, uintptr_t start,
+             const std::vector<std::array<uintptr_t, 3>>& copies, int kind, uintptr_t end, int64_t moved) {
+            const dos::Runtime::Job job{stream, waits, start, end, copies, kind};
+            const auto queue = [&] { return std::pair(runtime.queue(job, &moved), moved); };
+            if (runtime.pieces(job) <= 4) return queue();
+            const nb::gil_scoped_release release;
+            return queue();
+          },
+          "stream"_a, "waits"_a, "start"_a, "copies"_a, "kind"_a, "end"_a, "moved"_a);
 
   // The type is an index of dos::DType.
   module.def(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import Copy
-from dos.devices.pinned import pinned_parts, without_borders
+from dos.devices.pinned import changes, pinned_as_one, pinned_parts, without_borders
 from dos.torch_internals.alike import alike
 from dos.torch_internals.operators import copy_all, queue_copies
 from perfmodel.lanes import PIECE_BYTES
@@ -56,18 +56,14 @@ class Part(NamedTuple):
 class Parts(NamedTuple):
     """The parts of copies in the order of addresses on the host.
 
-    first, last: there. whole: whether no border of pinned regions was between them.
+    plain: where the device's runtime can copy the bytes as they are, each copy's address there, place and bytes; None
+        where any is joined or converted, or not within one pinned region.
+    changes: `pinned.changes` as these were found.
     """
 
     parts: Sequence[Part]
-    first: Tensor
-    last: Tensor
-    whole: bool
-
-    @property
-    def current(self) -> bool:
-        """Whether there is no border of pinned regions to look at."""
-        return self.whole and without_borders(self.first, self.last)
+    plain: Sequence[tuple[int, int, int]] | None
+    changes: int
 
 
 def queue_parts(
@@ -153,7 +149,8 @@ def parts_of(copies: Sequence[Copy], *, host: int) -> Parts:
     host: which of destination (0) and source (1) is on the host.
     """
     keeper = copies if isinstance(copies, Kept) else copies.lending if isinstance(copies, Lent) else None
-    if keeper is not None and keeper.parts is not None and keeper.parts.current:
+    now = changes()
+    if keeper is not None and keeper.parts is not None and keeper.parts.changes == now:
         return keeper.parts
     found = _runs(copies, host)
     first, last = found[0][0][1], found[-1][-1][1]
@@ -176,10 +173,25 @@ def parts_of(copies: Sequence[Copy], *, host: int) -> Parts:
                 total += piece.nbytes
     if sides:
         parts.append(Part(total, sides, places, None))
-    made = Parts(parts, first, last, whole)
+    made = Parts(parts, _plain(copies, found), now)
     if keeper is not None:
         keeper.parts = made
     return made
+
+
+def _plain(copies: Sequence[Copy], runs: Sequence[Sequence[tuple[int, Tensor]]]) -> list[tuple[int, int, int]] | None:
+    """Return `Parts.plain`."""
+    found, as_one = list[tuple[int, int, int]](), pinned_as_one(runs[0][0][1], runs[-1][-1][1])
+    for run in runs:
+        if len(run) > FEW:
+            return None
+        for n, side in run:
+            to, source = copies[n]
+            plain = to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous() and not source.is_neg()
+            if not (plain and (as_one or pinned_as_one(side, side))):
+                return None
+            found.append((side.data_ptr(), n, side.nbytes))
+    return found
 
 
 def _pieces(side: Tensor, *, whole: bool) -> Iterator[tuple[slice | None, Tensor]]:

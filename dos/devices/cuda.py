@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
-from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, parts_of, queue_parts
+from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, Part, parts_of, queue_parts
 from dos.devices.pinned import pin, unpin
 from dos.devices.pinned_allocation import allocate_pinned
 from dos.devices.ranges import named, names
+from dos.devices.runtime import KINDS, runtime
 from dos.guard import renewed
 from dos.machine.host_memory import available_bytes
 from dos.machine.threads import bind, bound_to, cores_near, leave_cores
@@ -32,9 +33,9 @@ from perfmodel.format import MIXED
 
 logger = logging.getLogger(__name__)
 
-TYPE, HANDLE = "cuda", "cuda_event"
-"""The type of the torch devices of torch.cuda, and the attribute of its events that the runtime knows them by. Tests
-set them to those of a simulated accelerator."""
+TYPE, HANDLE, STREAM = "cuda", "cuda_event", "cuda_stream"
+"""The type of the torch devices of torch.cuda, and the attributes of its events and streams that the runtime knows them
+by. Tests set them to those of a simulated accelerator."""
 
 _CLOCK_S = 1.0
 """Seconds after which a new clock is started: the clocks of host and device drift apart by microseconds meanwhile."""
@@ -45,6 +46,8 @@ _GENERAL = (0, 0)
 """The id of the caching allocator's own pool."""
 _URGENT = (Op.SAVE, Op.RESTORE, Op.WEIGHTS)
 """Copies for which compute waits. No other copy runs between their pieces."""
+Addresses = tuple[int, int, int]
+"""A copy as the runtime takes it: to, from, bytes."""
 _ALREADY = nullcontext()
 """In the place of torch.no_grad() where gradients are off, and of torch.cuda.device() where that is the current one."""
 _HIGH, _NORMAL = -1, 0
@@ -67,8 +70,12 @@ class CudaDevice:
         self.caller_number: Callable[[], int] = partial(find_stream_number(), self._index)
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The caller's streams by number."""
-        self._turns = {op: _nothing if op in _URGENT else _Turns() for op in self._streams}
-        self._leftovers, self._events = _leftovers_of(self.torch_device), _Events()
+        self._turns = {op: _Turns(-1 if op in _URGENT else 0) for op in self._streams}
+        self._numbers = {op: (getattr(s, STREAM), KINDS.get(LANE_OF[op], 0)) for op, s in self._streams.items()}
+        """The streams, and the kinds of the copies there, as the runtime knows them."""
+        self._runtime = runtime()
+        """Queues jobs by one call; None: torch does, call by call."""
+        self._leftovers, self._events = _leftovers_of(self.torch_device), _Events(self._idle_stream)
         self._lent: deque[tuple[_CudaJob, Sequence[object]]] = deque()
         """Gradients that copies in flight read. To tell the allocator of each lets go of Python's lock."""
         self._clock = self._start_clock()
@@ -92,7 +99,7 @@ class CudaDevice:
         """Keep all events for ever in a forked child, which has no CUDA: their destructors would end the process."""
         self._inherited = True
         _leak(self._events)
-        self._events = _Events()
+        self._events = _Events(self._idle_stream)
         _leak(self)
 
     @cached_property
@@ -262,18 +269,24 @@ class CudaDevice:
         lent, theirs = (theirs, []) if isinstance(copies, Lent) else ((), theirs)
         ours = [copy[host] for copy in copies]
         # Before the start event, because it takes the host milliseconds.
-        parts = parts_of(copies, host=host).parts if copies else ()
-        before = self._turns[op]
-
-        def work() -> None:
-            queue_parts(parts, sides, to_host=to_host, before=before)
-            if then is not None:
-                then()
-
-        job = self._queue(op, subgroup, work, after, theirs, ours)
+        found = parts_of(copies, host=host) if copies else None
+        work, plain = then, list[Addresses]()
+        if found is not None and (found.plain is None or self._runtime is None):
+            work = partial(self._copy_by_torch, op, found.parts, sides, then)
+        elif found is not None and found.plain is not None:
+            each = [(here, sides[n].data_ptr(), nbytes) for here, n, nbytes in found.plain]
+            plain = each if to_host else [(there, here, nbytes) for here, there, nbytes in each]
+        job = self._queue(op, subgroup, work, after, theirs, ours, plain)
         if lent:  # with their memory: user code may give them other
             self._lent.append((job, [*lent, *map(Tensor.untyped_storage, lent)]))
         return job
+
+    def _copy_by_torch(
+        self, op: Op, parts: Sequence[Part], device: Sequence[Tensor], then: Callable[[], None] | None
+    ) -> None:
+        queue_parts(parts, device, to_host=LANE_OF[op] is Lane.D2H, before=self._turns[op])
+        if then is not None:
+            then()
 
     def launch(
         self,
@@ -347,42 +360,60 @@ class CudaDevice:
         self,
         op: Op,
         subgroup: int,
-        work: Callable[[], None],
+        work: Callable[[], None] | None,
         after: Sequence[Job],
         theirs: Sequence[Tensor],
         ours: Sequence[Tensor],
+        copies: Sequence[Addresses] = (),
     ) -> _CudaJob:
-        """Queue work on the stream of `op`.
+        """Queue work on the stream of `op`, behind copies by the runtime.
 
         theirs: device memory that it uses and user code may release. ours: host memory to keep until it is done.
         """
         stream = self._streams[op]
         with (
-            named(LANE_OF[op], op, subgroup),
+            named(LANE_OF[op], op, subgroup) if names() else _ALREADY,
             self.current(),
-            _On(stream, self.caller()),
-            torch.no_grad() if torch.is_grad_enabled() else _ALREADY,  # which takes eight calls of Python
+            _On(stream, self.caller()) if work is not None or self._turns[op].pauses(copies) else _ALREADY,
+            torch.no_grad() if work is not None and torch.is_grad_enabled() else _ALREADY,  # eight calls of Python
         ):
-            self._leftovers.release()
-            self._release_lent()
+            if self._leftovers.ends:
+                self._leftovers.release()
+            if self._lent:
+                self._release_lent()
             start, end = self._events.take(), self._events.take()
-            for job in after:
-                assert isinstance(job, _CudaJob)
-                # The hazards between streams: `work` reads or overwrites memory that `job` writes, or overwrites memory
-                # that `job` reads.
-                stream.wait_event(job.end)
             for tensor in theirs:
                 # User code may release the tensor before this stream is done; the allocator must not reuse its memory
                 # until then.
                 tensor.record_stream(stream)
-            # After the waits, so that the time of other streams' work does not count.
-            start.record(stream)
-            work()
-            end.record(stream)
+            # The hazards between streams: `work` reads or overwrites memory that a job in `after` writes, or overwrites
+            # memory that it reads. The start is recorded after the waits, so that the time of that job does not count.
+            if self._runtime is not None:
+                behind = [getattr(job.end, HANDLE) for job in cast(Sequence[_CudaJob], after)]
+                begin, stop = getattr(start, HANDLE), getattr(end, HANDLE)
+                self._call(op, behind, begin, copies, stop if work is None else 0)
+            else:
+                for job in cast(Sequence[_CudaJob], after):
+                    stream.wait_event(job.end)
+                start.record(stream)
+            if work is not None:
+                work()
+            if self._runtime is None:
+                end.record(stream)
+            elif work is not None:
+                self._call(op, (), 0, (), stop)
         if op is Op.WEIGHTS:
             # No optimizer waits for this copy at the interpreter's exit, which unmaps the memory.
             self._leftovers.add(end, ours)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours, op is not Op.WEIGHTS)  # see leftovers above
+
+    def _call(self, op: Op, waits: Sequence[int], start: int, copies: Sequence[Addresses], end: int) -> None:
+        """Let the runtime queue a job, or a part of one. waits, start, end: events."""
+        assert self._runtime is not None, "it is called in that case alone"
+        turns, (stream, kind) = self._turns[op], self._numbers[op]
+        error, turns.moved = self._runtime.queue(stream, waits, start, copies, kind, end, turns.moved)
+        if error:
+            torch.cuda.check_error(error)
 
     def _release_lent(self) -> None:
         """Release gradients whose copies have ended. Called wherever work is queued, as behind each update."""
@@ -436,33 +467,33 @@ class _Leftovers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ends: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
+        self.ends: deque[tuple[torch.cuda.Event, Sequence[Tensor]]] = deque()
         renewed.add(self)
         atexit.register(self.wait)
 
     def add(self, end: torch.cuda.Event, keeps: Sequence[Tensor]) -> None:
-        self._ends.append((end, keeps))
+        self.ends.append((end, keeps))
 
     def release(self) -> None:
         """Release the memory of jobs that have ended; the device must be the thread's current one."""
         with suppress(IndexError):
             while True:
                 # Taken out before it is queried: another thread may release leftovers, and a `__del__` add some.
-                leftover = self._ends.popleft()
+                leftover = self.ends.popleft()
                 if not leftover[0].query():
-                    self._ends.appendleft(leftover)
+                    self.ends.appendleft(leftover)
                     return
 
     def wait(self) -> None:
         """Wait for all jobs, at the interpreter's exit, which unmaps the memory that they use."""
         with suppress(RuntimeError), torch.cuda.device(self._device):  # CUDA may have failed before
-            for end, _ in list(self._ends):
+            for end, _ in list(self.ends):
                 end.synchronize()
 
     def renew(self) -> None:
         """Keep the events for ever in a forked child, as `CudaDevice.renew` does."""
-        _leak(self._ends)
-        self._ends = deque()
+        _leak(self.ends)
+        self.ends = deque()
 
 
 @cache
@@ -479,20 +510,23 @@ class _Turns:
     on NVIDIA's GPUs: https://github.com/meta-pytorch/torchrec/pull/4315, 4339).
     """
 
-    def __init__(self) -> None:
-        self._moved = 0
-        """Bytes since the last kernel, in this job or jobs before it: the engine does not see borders of jobs."""
+    def __init__(self, moved: int) -> None:
+        self.moved = moved
+        """Bytes since the last kernel, in this job or jobs before it: the engine does not see borders of jobs.
+        Negative: there are no kernels."""
+
+    def pauses(self, copies: Sequence[Addresses]) -> bool:
+        """Return whether any kernel comes between these copies, or before them."""
+        return bool(copies) and self.moved >= 0 and self.moved + sum([copy[2] for copy in copies]) > PIECE_BYTES
 
     def __call__(self, nbytes: int) -> Callable[[], None] | None:
-        self._moved += nbytes
-        if self._moved <= PIECE_BYTES:
+        if self.moved < 0:
             return None
-        self._moved = nbytes
+        self.moved += nbytes
+        if self.moved <= PIECE_BYTES:
+            return None
+        self.moved = nbytes
         return queue_empty_kernel
-
-
-def _nothing(nbytes: int) -> None:
-    pass
 
 
 class _Clock(NamedTuple):
@@ -552,15 +586,18 @@ class _Events:
     A stream that waits for an event waits for what was recorded when it was told to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, idle: torch.cuda.Stream) -> None:
         self._free: list[torch.cuda.Event] = []
+        self._idle = idle
 
     def take(self) -> torch.cuda.Event:
         """Return an event to which nothing else refers."""
         try:
             return self._free.pop()
         except IndexError:
-            return torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
+            event = torch.cuda.Event(enable_timing=True, blocking=True)  # the CPU lane must not spin while it waits
+            event.record(self._idle)  # before that the runtime does not know it
+            return event
 
     def give(self, event: torch.cuda.Event) -> None:
         """Take an event back to which nothing else refers."""

@@ -100,8 +100,17 @@ class Mapped:
         self._find_borders()
         return inside
 
+    def has(self, first: int, end: int) -> bool:
+        """Return whether this range lies within one region."""
+        borders = self.borders
+        place = bisect.bisect_right(borders, first) - 1
+        region = self._regions.get(borders[place]) if place >= 0 else None
+        return region is not None and end <= region[0]
+
     def _find_borders(self) -> None:
+        global _changes
         self.borders = tuple(sorted({*self._regions, *(end for end, _ in self._regions.values())}))
+        _changes += 1
 
     def advise(self, option: int, address: int, nbytes: int) -> None:
         """Call madvise for these pages."""
@@ -111,6 +120,8 @@ class Mapped:
 
 _mapped: dict[int, Mapped] = {}
 """The mappings by the address of their first byte."""
+_changes = 0
+"""Of pinned regions."""
 _starts: tuple[int, ...] = ()
 """These addresses in order, and perhaps some of mappings that are gone; replaced as a whole: any thread may read it."""
 
@@ -315,6 +326,17 @@ def without_borders(first: Tensor, last: Tensor) -> bool:
     start, end = first.data_ptr(), last.data_ptr() + last.nbytes
     borders = mapped.borders
     return end <= mapped.end and bisect.bisect_right(borders, start) == bisect.bisect_left(borders, end)
+
+
+def changes() -> int:
+    """Return a number that rises as memory is pinned or unpinned."""
+    return _changes
+
+
+def pinned_as_one(first: Tensor, last: Tensor) -> bool:
+    """Return whether all memory from one host tensor to another one after it is one pinned region, or within one."""
+    mapped = _mapping_of(first)
+    return mapped is not None and mapped.has(first.data_ptr(), last.data_ptr() + last.nbytes)
 
 
 def _make_pages(address: int, nbytes: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dos.kernels.adam import (
     EXP_AVG_SCALE,
+    EXP_AVG_SQ_SCALE,
     FLOATS,
     GRAD,
     GRAD_TYPE,
@@ -37,13 +38,16 @@ from dos.kernels.adam import (
     where_there_is_memory,
 )
 from dos.kernels.codes import decode_mean, decode_square, encode, rooted
+from dos.torch_internals.modes import without_gradients
 from dos.torch_internals.operators import tensor_at
 from perfmodel.format import BLOCK
 
 logger = logging.getLogger(__name__)
 
+_LOOKED_AT = np.array([15 if column <= EXP_AVG_SQ_SCALE or column == NUMEL else -1 for column in range(STEP + 1)])
+"""The bits of the columns by which runs share a launch, besides which are 0."""
 MOST_TABLES = 4
-"""Of one launch, that stay on the device: the last ones used."""
+"""Of one launch, that stay on the device, or the arrays of so many first rows: the last ones used."""
 
 
 def gpu_kernel_name() -> str:
@@ -57,27 +61,32 @@ class GpuBatch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: defaultdict[int, SentTable] = defaultdict(functools.partial(SentTable, device))
+        self._chosen: tuple[object, list[np.ndarray]] | None = None
+        self._known: dict[tuple[bytes, bool], AdamArrays] = {}
 
     def prepare(self, steps: Sequence[AdamStep], table: np.ndarray) -> Callable[[], None]:
         """Prepare the updates of the runs that have a gradient; return the function that queues them.
 
         It does not wait for the device.
         """
-        launches = list(_alike(table))
+        # What `_alike` looks at; all but the gradients' addresses is mostly as in the last step.
+        key = (table & _LOOKED_AT).tobytes(), (table != 0).tobytes()
+        if self._chosen is None or self._chosen[0] != key:
+            self._chosen = key, list(_alike(table))
+        launches = self._chosen[1]
 
-        @torch.no_grad()
         def queue() -> None:
             for number, chosen in enumerate(launches):
                 self._queue(number, table[chosen], steps[table[chosen[0], STEP]])
 
-        return queue
+        return without_gradients(queue)
 
     def _queue(self, number: int, rows: np.ndarray, step: AdamStep) -> None:
         """Queue the updates of these rows of the table, by one launch if there is a kernel."""
         kernel = _triton_kernel()
         if kernel is not None:
             try:
-                arrays = self._arrays(rows[0], step)
+                arrays = self._first_arrays(rows[0], step)
                 with torch.cuda.device_of(arrays.param):
                     _launch(kernel, arrays, step, rows, self._sent[number].send)
                 return
@@ -88,6 +97,15 @@ class GpuBatch:
         for row in rows:
             arrays = self._arrays(row, step)
             _adam_update_torch(arrays, step, takes_written=arrays.out is not None and bool(row[TAKES_WRITTEN]))
+
+    def _first_arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
+        """Return the arrays of a launch's first row. Remembered, as to make tensors takes longer than the launch."""
+        key = row[:STEP].tobytes(), step.amsgrad
+        found = self._known.pop(key, None) or self._arrays(row, step)
+        if len(self._known) == MOST_TABLES:
+            del self._known[next(iter(self._known))]
+        self._known[key] = found
+        return found
 
     def _arrays(self, row: np.ndarray, step: AdamStep) -> AdamArrays:
         """Return the arrays to which a row of the table points, which must have a gradient."""

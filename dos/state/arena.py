@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
+from dos.devices.coalesce import Kept
 from dos.rules.base import Rule
 from dos.sharding.local import local
 from dos.state.host_tensor import HostTensor
@@ -30,6 +31,7 @@ class State:
 
     fields: Mapping[str, Tensor]
     blocks: Mapping[str, int]
+    _moves: dict[bool, tuple[list[int], Kept]] = field(default_factory=dict)
 
     @property
     def master(self) -> Tensor | None:
@@ -76,6 +78,17 @@ class State:
             carved[name] = buffer[offset : offset + tensor.nbytes].view(tensor.dtype)
             offset += aligned(tensor.nbytes, alignment)
         return State(carved, self.blocks)
+
+    def moves(self, host: State, *, to_host: bool) -> Kept:
+        """Return the copies between this state, on the device, and one on the host. Remembered for the last one."""
+        theirs = host.tensors()
+        # By address: user code may move the memory of state, as by `share_memory_`.
+        addresses = [tensor.data_ptr() for tensor in theirs]
+        known = self._moves.get(to_host)
+        if known is None or known[0] != addresses:
+            copies = state_copies(host, self) if to_host else state_copies(self, host)
+            known = self._moves[to_host] = addresses, Kept(copies)
+        return known[1]
 
 
 def state_copies(destination: State, source: State) -> list[Copy]:

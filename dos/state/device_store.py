@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dos.devices import Copy, Device, Job
 from dos.devices.base import Promise
-from dos.state.arena import State, state_copies
+from dos.state.arena import State
 from dos.state.subgroup import Subgroup
 from perfmodel import Op
 from perfmodel.lanes import Stream
@@ -131,12 +131,12 @@ class DeviceStore:
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
         self.empty.discard(subgroup)
-        copies = state_copies(self.fetch(subgroup), source)
-        return self.device.copy(Op.PREFETCH, number, [*copies, *further], after)
+        copies = self.fetch(subgroup).moves(source, to_host=False)
+        return self.device.copy(Op.PREFETCH, number, [*copies, *further] if further else copies, after)
 
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Let the subgroup's state pass through this slot, until slots are released."""
-        self._in_slots[subgroup] = subgroup.state.carve(self.slots[slot].memory)
+        self._in_slots[subgroup] = subgroup.in_slot(self.slots[slot].memory)
 
     def use(self, stream: Stream, job: Job, subgroups: Iterable[Subgroup], slot: int | None) -> None:
         """Note a job that uses the rooms of these, those that have any, and a slot."""

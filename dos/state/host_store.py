@@ -11,7 +11,7 @@ from dos.devices import Copy, Device, Job
 from dos.devices.pinned import excess, lost
 from dos.machine.host_memory import check_host_memory, left_of_share
 from dos.machine.terminal import Pinning
-from dos.state.arena import Arena, State, state_copies
+from dos.state.arena import Arena, State
 from dos.state.host_tensor import HostTensor
 from dos.state.subgroup import Subgroup
 from dos.state.windows import Windows
@@ -129,8 +129,8 @@ class HostStore:
         return [tensor for tensor in (*arena.homes, *arena.staging) if tensor not in kept]
 
     def fetch(self, subgroup: Subgroup) -> State:
-        window = None if self.has(subgroup) else self.windows.of(subgroup)
-        return subgroup.state if window is None else window.state
+        window = self.windows.of(subgroup)
+        return subgroup.state if window is None or self.has(subgroup) else window.state
 
     def make_windows(self, count: int, nbytes: int, device: Device) -> None:
         """Allocate `count` windows of `nbytes` each. Raises MemoryError if the host has too little memory."""
@@ -142,7 +142,8 @@ class HostStore:
     ) -> Job:
         device = subgroup.arena.device
         assert device is not None, "state of parameters on the host never leaves"
-        return device.copy(Op.FLUSH, number, [*state_copies(self.fetch(subgroup), source), *further], after)
+        copies = source.moves(self.fetch(subgroup), to_host=True)
+        return device.copy(Op.FLUSH, number, [*copies, *further] if further else copies, after)
 
     def pin_ahead(self, subgroups: Iterable[Subgroup]) -> None:
         """Allocate one more part of the homes of these, before state leaves the device, if the host has the memory."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dos.devices.coalesce import Kept, Lending, Lent
 from dos.state.arena import Arena, State, aligned
 from dos.state.record import ParameterRecord
+from dos.torch_internals.operators import tensor_at
 from perfmodel import SubgroupLoad
 from perfmodel.format import BYTES
 
@@ -25,6 +27,9 @@ A rounded subgroup begins on a page, so that its host memory is allocated and pi
 part of a tensor at its start is aligned for GPU loads of 16 bytes. A tensor whose length is no multiple of 16 bytes
 still misaligns the tensors behind it.
 """
+
+MOST_SLOTS = 8
+"""In which a subgroup's state is remembered."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +72,7 @@ class Subgroup:
         all new parameters from the staging to the device, once they were made. Both are cleared when the memory of a
         parameter is replaced.
     staged: the staging of all gradients, and of each piece's, by piece. lending: the last gradients' way there.
+    slots: its state in slots, by their addresses.
     newest: the pieces whose newest parameters are staged on the host, where the host updates them as masters, or halves
         of masters.
     """
@@ -80,6 +86,7 @@ class Subgroup:
     uploads: Kept = field(default_factory=Kept)
     staged: dict[Piece, tuple[Tensor, Tensor]] = field(default_factory=dict)
     lending: list[tuple[Tensor, Lending]] = field(default_factory=list)
+    slots: dict[int, State] = field(default_factory=dict)
 
     @cached_property
     def numel(self) -> int:
@@ -109,6 +116,18 @@ class Subgroup:
     def gradient(self) -> Tensor:
         """The host staging of its gradients. Only where the parameters are on the accelerator."""
         return self.arena.incoming.tensor[self.start : self.stop]
+
+    def in_slot(self, slot: Tensor) -> State:
+        """Return its state in a slot, which must be kept. Remembered, as slots mostly have the same addresses."""
+        address = slot.data_ptr()
+        found = self.slots.get(address)
+        if found is None:
+            if len(self.slots) == MOST_SLOTS:
+                self.slots.clear()
+            # Of no memory: a view would keep that of the slot.
+            alias = tensor_at(address, self.state.carved_bytes, torch.uint8, slot.device)
+            found = self.slots[address] = self.state.carve(alias)
+        return found
 
     def staged_gradient(self, piece: Piece) -> Tensor:
         """Return the host staging of the gradient of one of its pieces. Remembered, as each step needs the same views.

@@ -18,7 +18,7 @@ from dos.state.record import ParameterRecord
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, InPlaceLane
-from dos.step.issue import Step, on_device, on_disk, spans_of
+from dos.step.issue import Issued, Step, on_device, on_disk, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transits, drain_streams
 from dos.step.turns import Turn, Turns
@@ -317,7 +317,7 @@ class Ledger:
                 self._join([self.step.done[subgroup]])
             self.step.joined.add(subgroup)
 
-    def _join(self, done: Iterable[Future[Any]]) -> None:
+    def _join(self, done: Iterable[Future[Any] | Issued]) -> None:
         try:
             for future in done:
                 job = on_device(future.result())

@@ -19,6 +19,7 @@ from dos.state.record import flat_alias
 from dos.state.subgroup import Piece, Subgroup
 from dos.state.windows import Window
 from dos.step.transit import Transit
+from dos.torch_internals.modes import without_gradients
 from perfmodel.format import MASTER
 from perfmodel.plan import Tier
 from perfmodel.tasks import SubgroupState
@@ -462,7 +463,7 @@ class Placed(NamedTuple):
     gradient_buffer: Tensor | None = None
 
 
-@torch.no_grad()
+@without_gradients
 def prepare_updates(updates: Sequence[Placed]) -> Callable[[], None]:
     """Prepare the update of subgroups together on the device of their parameters, with their states there.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,23 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos.torch_internals.patches import replace_method
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def without_gradients(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Decorate as `torch.no_grad`, which takes eight calls of Python also where gradients are off, as in `step()`."""
+
+    @functools.wraps(method)
+    def off(*arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        if not torch.is_grad_enabled():
+            return method(*arguments, **keywords)
+        with torch.no_grad():
+            return method(*arguments, **keywords)
+
+    return off
+
 
 disable_dynamo = torch._disable_dynamo
 """Keeps torch.compile out of a method, as torch does for its optimizers.

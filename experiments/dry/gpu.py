@@ -22,6 +22,7 @@ import numpy as np
 from experiments.dry.machines import CORES, ROUNDS, Costs, Machine, python_loop
 from experiments.simdev.accelerator import KIND, QUERY, holding, lib
 from perfmodel.format import CODED, MIXED, SPLIT, Format
+from perfmodel.lanes import PIECE_BYTES
 
 HOST_BYTES = 124 << 30
 """Of each of the machines."""
@@ -29,6 +30,8 @@ TRITON_S = 80e-6
 """That the host takes to launch an update, with Python's lock."""
 BITS_ELEMENTS = 2048 * 16
 """That share a sum of bits, as in `dos.kernels.triton_bits`, which only imports with Triton."""
+MOST_HELD = 4
+"""Pieces of copies that are queued with Python's lock, as the extension does."""
 MOST_UPDATES = 4096
 """On the CPU between two looks."""
 PAGES_BYTES = 64 << 20
@@ -56,6 +59,7 @@ def install(machine: Machine, costs: Costs | None = None, threads: int = 0) -> N
     compiled.adam_update = _HostKernel(machine)
     compiled.Order = functools.partial(_Order, compiled.adam_update)
     compiled.Arrivals = _Arrivals
+    compiled.Runtime = _Runtime
     compiled.sum_of_squares = lambda *_: 0.0
     compiled.instruction_sets = lambda: ["portable"]
     sys.modules["dos._adam"] = compiled
@@ -68,7 +72,13 @@ def install(machine: Machine, costs: Costs | None = None, threads: int = 0) -> N
 
     exchanged: dict[Any, dict[str, Any]] = {
         dos: {"_adam": compiled},
-        cuda: {"TYPE": KIND, "HANDLE": "event_id", "event_query": lambda: QUERY},
+        cuda: {
+            "TYPE": KIND,
+            "HANDLE": "event_id",
+            "STREAM": "stream_id",
+            "event_query": lambda: QUERY,
+            "runtime": lambda: _Runtime(PIECE_BYTES),
+        },
         pinned: {"_make_pages": lambda address, nbytes: None, "mmap": _Mmap()},
         host_memory: {
             **dict.fromkeys(("_memory_bytes", "_of_machine"), lambda: HOST_BYTES),  # one of them, by the version
@@ -255,6 +265,34 @@ class _Arrivals:
     def take(self) -> tuple[int, int]:
         place = ctypes.c_long()
         return lib.sim_arrivals_take(self._arrivals, ctypes.byref(place)), place.value
+
+
+class _Runtime:
+    """In place of the extension's, and the same."""
+
+    def __init__(self, most: int) -> None:
+        self._runtime, self._most = lib.sim_runtime(most), most
+
+    def queue(
+        self,
+        stream: int,
+        waits: Sequence[int],
+        start: int,
+        copies: Sequence[tuple[int, int, int]],
+        kind: int,
+        end: int,
+        moved: int,
+    ) -> tuple[int, int]:
+        with _Aside():
+            flat = _addresses([word for copy in copies for word in copy])
+            behind = ctypes.c_int64(moved)
+            few = sum(-(-nbytes // self._most) for _, _, nbytes in copies) <= MOST_HELD
+            call = (holding if few else lib).sim_runtime_queue
+            events = _addresses(waits)
+        error = call(
+            *(self._runtime, stream, events, len(waits), start, flat, len(copies), kind, end, ctypes.byref(behind))
+        )
+        return error, behind.value
 
 
 def _addresses(events: Sequence[int]) -> Any:

@@ -43,12 +43,14 @@ STEPS = 50
 class Costs:
     """Seconds that the host takes for a runtime's call, without Python: together as phases.jsonl of the H200 has them.
 
+    copy_s: of a copy by torch; memcpy_s: by the runtime alone.
     stretch: by which everything takes longer on the host, for each thread that updates on the CPU.
     device_bandwidth: bytes per second of device memory, which operations read and write that have no time of their own.
     slower: how many times as long as here all else takes on the host, such as Python; None: as this machine shows.
     """
 
     copy_s: float = 10e-6
+    memcpy_s: float = 4e-6
     event_s: float = 0.7e-6
     launch_s: float = 6e-6
     stats_s: float = 1e-6

@@ -50,6 +50,11 @@ lib.sim_arrivals_tell.argtypes = [ctypes.c_void_p, ctypes.c_long, *_EVENTS]
 lib.sim_arrivals_take.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_long)]
 lib.sim_arrivals_wait.argtypes = [ctypes.c_void_p, ctypes.c_double]
 lib.sim_arrivals_take.restype = lib.sim_arrivals_waiting.restype = ctypes.c_long
+lib.sim_runtime.argtypes, lib.sim_runtime.restype = [ctypes.c_size_t], ctypes.c_void_p
+lib.sim_runtime_queue.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_size_t, *_EVENTS, ctypes.c_size_t),
+    *(*_EVENTS, ctypes.c_int, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64)),
+]
 lib.sim_host_updates.argtypes = [_DOUBLES, _DOUBLES, ctypes.c_int]
 lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
 holding = ctypes.PyDLL(_path)
@@ -58,10 +63,16 @@ holding.sim_arrivals_give.argtypes = lib.sim_arrivals_give.argtypes
 holding.sim_arrivals_tell.argtypes = lib.sim_arrivals_tell.argtypes
 for _name in ("end", "close", "fail"):
     getattr(holding, f"sim_arrivals_{_name}").argtypes = [ctypes.c_void_p]
+holding.sim_runtime_queue.argtypes = lib.sim_runtime_queue.argtypes
 holding.sim_spend.argtypes = [ctypes.c_double]
 
 QUERY: int = ctypes.cast(lib.sim_query, ctypes.c_void_p).value or 0
 """The address of the function that asks an event, as `dos.devices.cuda.event_query` returns it."""
+
+FUNCTIONS: tuple[int, ...] = tuple(
+    ctypes.cast(getattr(lib, f"sim_{name}"), ctypes.c_void_p).value or 0 for name in ("wait", "record", "copy", "pause")
+)
+"""Those of the runtime, as `dos.devices.runtime.runtime_of` takes them."""
 
 _accelerator: Any = torch.accelerator
 _module = types.ModuleType(f"torch.{KIND}")

@@ -14,7 +14,7 @@ import torch
 _FOLDER = Path(__file__).parent
 _BUILT = _FOLDER.parents[1] / "build" / "simdev"
 _TORCH = Path(torch.__file__).parent
-_SHARED = "../../csrc/order.h", "../../csrc/arrivals.h"
+_SHARED = "../../csrc/order.h", "../../csrc/arrivals.h", "../../csrc/runtime.h"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
 _TORCH_FLAGS = (
     f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",

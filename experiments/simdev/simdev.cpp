@@ -18,6 +18,7 @@
 
 #include "../../csrc/arrivals.h"
 #include "../../csrc/order.h"
+#include "../../csrc/runtime.h"
 #include "timed.h"
 
 #include <fcntl.h>
@@ -64,7 +65,7 @@ void on_fault(int sig, siginfo_t* info, void*);
 // ---- a dry accelerator: what a GPU does is time that passes, on the clock of the wall
 struct Dry {
   timed::Simulation simulation;
-  double copy_s, event_s, launch_s, stats_s;  // that the host takes for a call
+  double copy_s, memcpy_s, event_s, launch_s, stats_s;  // that the host takes for a call
   double stretch;           // by which everything takes longer on the host, for each thread that updates there
   double device_bandwidth;  // of its memory, in bytes per second, for operations that nobody has timed
   std::atomic<double> slower;  // how many times as long as here whatever runs between calls takes on that host
@@ -1019,7 +1020,7 @@ void sim_faults() {
 // From now on, which must be before the first stream is used. figures, count: of timed::Simulation. costs: of Dry, from
 // copy_s on.
 void sim_dry(const double* figures, int count, const double* costs) {
-  dry = new Dry{{figures, count}, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6]};
+  dry = new Dry{{figures, count}, costs[0], costs[1], costs[2], costs[3], costs[4], costs[5], costs[6], costs[7]};
 }
 // Keep the host for what this thread has run since it last called. Or say that this has been paid for.
 void sim_pay() { account.settle(); }
@@ -1079,6 +1080,39 @@ int sim_order_update(void* order, long place, double parameters, double rate, do
 }
 // Whether an event has ended, as dos::Arrivals asks.
 int sim_query(void* event) { return guard().queryEvent(event) ? 0 : dos::Arrivals::kNotReady; }
+// The runtime's functions, as dos::Runtime calls them. Streams are given by their number, memory as tensors have it.
+int sim_wait(void* stream, void* event, unsigned) {
+  guard().block(event, Guard::stream_of((intptr_t)stream));
+  return 0;
+}
+int sim_record(void* event, void* stream) {
+  guard().record(&event, Guard::stream_of((intptr_t)stream), 0, c10::EventFlag::BACKEND_DEFAULT);
+  return 0;
+}
+int sim_copy(void* to, const void* from, size_t n, int kind, void* stream) {
+  const bool to_device = kind == 1;
+  auto& mine = queue((intptr_t)stream);
+  if (dry) {
+    Call call(&Dry::memcpy_s);
+    mine.copy(to_device ? timed::H2D : timed::D2H, n);
+    return 0;
+  }
+  const void* host = to_device ? from : to;
+  if (!is_pinned(host, n)) return 1;
+  const auto delta = shadow_base - protected_base;
+  char *there = (char*)to + (to_device ? delta : 0), *here = (char*)from + (to_device ? 0 : delta);
+  mine.put(to_device ? "copy to device" : "copy to host", [=] { check_pinned(host), memcpy(there, here, n); });
+  return 0;
+}
+void sim_sleep(int us);
+void sim_pause(int64_t) { sim_sleep(0); }
+// The runtime of a dry accelerator, as the extension has it. most: bytes of a piece.
+void* sim_runtime(size_t most) { return new dos::Runtime(sim_wait, sim_record, sim_copy, sim_pause, most); }
+int sim_runtime_queue(void* runtime, size_t stream, const uintptr_t* waits, long n, size_t start,
+                      const std::array<uintptr_t, 3>* copies, long count, int kind, size_t end, int64_t* moved) {
+  return static_cast<dos::Runtime*>(runtime)->queue(
+      {stream, {waits, waits + n}, start, end, {copies, copies + count}, kind}, moved);
+}
 // What the CPU lane waits for, as the extension has it.
 void* sim_arrivals() { return new dos::Arrivals(sim_query); }
 void sim_arrivals_delete(void* arrivals) { delete static_cast<dos::Arrivals*>(arrivals); }

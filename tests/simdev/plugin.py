@@ -8,15 +8,17 @@ from __future__ import annotations
 import pytest
 
 from experiments.simdev import as_cuda
-from experiments.simdev.accelerator import KIND, QUERY
+from experiments.simdev.accelerator import FUNCTIONS, KIND, QUERY
 
 as_cuda.install()
 
 from dos.activations import offload  # noqa: E402
 from dos.devices import Device, cuda  # noqa: E402
+from dos.devices.runtime import runtime_of  # noqa: E402
 
-cuda.TYPE, cuda.HANDLE = KIND, "event_id"
+cuda.TYPE, cuda.HANDLE, cuda.STREAM = KIND, "event_id", "stream_id"
 cuda.event_query = lambda: QUERY
+cuda.runtime = lambda: runtime_of(FUNCTIONS)
 
 from dos.kernels.gpu_update import GpuBatch  # noqa: E402
 from dos.planning import decisions  # noqa: E402

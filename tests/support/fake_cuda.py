@@ -36,6 +36,7 @@ from torch import Tensor
 
 from dos.devices import Cached, Job, Memory, pinned_allocation
 from dos.devices.cuda import CudaDevice, _leftovers_of, _streams_of
+from dos.devices.runtime import runtime_of
 from perfmodel import Op
 
 
@@ -100,6 +101,20 @@ class Runtime:
         self.log: list[str] = []
         self.events: weakref.WeakValueDictionary[int, FakeEvent] = weakref.WeakValueDictionary()
         self.query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._query)
+        self.kept: weakref.ref[object] | None = None
+        """Host memory that must be kept until the copies that are queued now have run."""
+        self.recorded_on: Sequence[Tensor] = ()
+        """Device memory that these use, which the allocator leaves to them."""
+        words = ctypes.c_void_p, ctypes.c_void_p
+        kinds: dict[Any, tuple[Any, ...]] = {
+            self._wait_event: (*words, ctypes.c_uint),
+            self._record_event: words,
+            self._copy: (*words, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p),
+        }
+        self._calls: list[Any] = [
+            ctypes.CFUNCTYPE(ctypes.c_int, *kind)(self._answered(call)) for call, kind in kinds.items()
+        ]
+        self._calls.append(ctypes.CFUNCTYPE(None, ctypes.c_int64)(lambda cycles: self.sleep()))
         self._process = os.getpid()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
@@ -117,6 +132,53 @@ class Runtime:
     def _query(self, event: int) -> int:
         """As the driver's function. Of an event that does not exist it raises."""
         return 0 if self.events[event].query() else 600
+
+    @property
+    def functions(self) -> tuple[int, ...]:
+        """As `dos.devices.runtime.runtime_of` takes them."""
+        return tuple(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in self._calls)
+
+    def check_error(self, error: int) -> None:
+        """What torch does with an error of the runtime."""
+        raise RuntimeError(f"CUDA error: {error}")
+
+    def _answered(self, call: Callable[..., None]) -> Callable[..., int]:
+        """What native code calls, which gets no exception."""
+
+        def answered(*arguments: Any) -> int:
+            try:
+                call(*arguments)
+            except Exception:
+                return 1
+            return 0
+
+        return answered
+
+    def _stream(self, number: int) -> FakeStream:
+        return next(stream for stream in self.streams if stream.cuda_stream == number)
+
+    def _wait_event(self, stream: int, event: int, flags: int) -> None:
+        self._stream(stream).wait_event(self.events[event])
+
+    def _record_event(self, event: int, stream: int) -> None:
+        self.events[event].record(self._stream(stream))
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+        self.log.append("copy")
+        for address in (to, source):
+            self.check_range(address, address + nbytes)
+        kept = self.kept
+
+        def run(_: object = self.recorded_on) -> None:
+            assert kept is None or kept() is not None, "host memory was let go of while a copy used it"
+            ctypes.memmove(to, source, nbytes)
+
+        # One millisecond for all copies of a job.
+        queue = self._stream(stream)
+        queue.enqueue(run, 1e-3 if isinstance(queue.queue[-1], Record) else 0.0)
+
+    def sleep(self) -> None:
+        self.log.append("kernel")
 
     def complete(self, record: Record) -> None:
         """Run until the record is done. The host waits for that."""
@@ -237,8 +299,11 @@ class Runtime:
         return {2: "out of memory"}[error]
 
     def check_copy(self, tensor: Tensor) -> None:
-        """What the runtime does with one side of a copy: it must not begin in a pinned region and end elsewhere."""
-        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        """What the runtime does with one side of a copy."""
+        self.check_range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+    def check_range(self, first: int, last: int) -> None:
+        """It must not begin in a pinned region and end elsewhere."""
         if any(begin <= first < end < last for begin, end in self.regions.items()):
             raise RuntimeError("CUDA error: invalid argument")
 
@@ -271,6 +336,7 @@ class FakeStream:
         self._at_once = at_once
         self.queue: deque[Record | Work] = deque()
         self.now = 0.0
+        self.cuda_stream = id(self)
         runtime.streams.append(self)
 
     def enqueue(self, run: Callable[[], None], seconds: float = 1e-3) -> None:
@@ -431,10 +497,11 @@ class FakeCudaDevice(CudaDevice):
         self,
         op: Op,
         subgroup: int,
-        work: Callable[[], None],
+        work: Callable[[], None] | None,
         after: Sequence[Job],
         theirs: Sequence[Tensor],
         ours: Sequence[Tensor],
+        copies: Sequence[tuple[int, int, int]] = (),
     ) -> Job:
         queue: Any = self._streams[op]
         kept = Kept(ours)
@@ -445,10 +512,16 @@ class FakeCudaDevice(CudaDevice):
                 assert held() is not None or not uses, "host memory was let go of while a copy used it"
                 began = self.runtime.host
                 with torch.no_grad():
+                    assert work is not None
                     work()
                 queue.now += self.runtime.host - began  # the start was recorded before, and the device waited
 
-            return super()._queue(op, subgroup, lambda: queue.enqueue(run), after, theirs, kept)
+            late = None if work is None else lambda: queue.enqueue(run)
+            self.runtime.kept, self.runtime.recorded_on = held if uses else None, theirs
+            try:
+                return super()._queue(op, subgroup, late, after, theirs, kept, copies)
+            finally:
+                self.runtime.recorded_on = ()
 
 
 def end_backward(runtime: Runtime, streams: Iterable[FakeStream]) -> None:
@@ -473,13 +546,15 @@ def install(monkeypatch: pytest.MonkeyPatch, seed: int | None) -> Runtime:
         "set_stream": runtime.use,
         "current_stream": runtime.current_stream,
         "cudart": lambda: runtime,
-        "_sleep": lambda cycles: runtime.log.append("kernel"),
+        "_sleep": lambda cycles: runtime.sleep(),
+        "check_error": runtime.check_error,
         "is_current_stream_capturing": lambda: runtime.capturing,
         "get_device_properties": lambda device: SimpleNamespace(name="Fake 80GB", uuid="0-1-2-3"),
     }.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
     number = "_cuda_getCurrentRawStream"
     monkeypatch.setattr(torch._C, number, lambda index: id(runtime.current_stream()), raising=False)
+    monkeypatch.setattr("dos.devices.cuda.runtime", lambda: runtime_of(runtime.functions))
     monkeypatch.setattr(pinned_allocation, "library", lambda: runtime if runtime.most_allocated else None)
     copy, to = Tensor.copy_, Tensor.to
 

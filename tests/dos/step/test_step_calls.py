@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import dos
 from dos import DOSAdam, EmulatedDevice
 from dos.devices import coalesce
 from dos.parameters import active
@@ -31,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("samples_as_asked")
 SIZE, EACH = 256, 8
 """Elements of a parameter, and parameters of a subgroup."""
 FEW, MANY = 5 * EACH, 15 * EACH
+PACKAGE = str(Path(dos.__file__).parent)
 OURS = re.compile("dos-(?!emulated)")
 """The names of our threads, but those that are a device."""
 
@@ -163,6 +167,53 @@ def test_calls_for_a_gradient_on_all_threads(
     device = FakeCudaDevice(install(monkeypatch, seed=None)) if queues else EmulatedDevice(FAST, 10**9)
     few, many = (calls_for_gradients(count * OF_MODEL, updates, device) for count in (4, 12))
     assert (many - few) / (8 * OF_MODEL) <= most
+
+
+def calls_of_a_step(subgroups: int, policy: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The fewest calls of our functions on the caller's thread. piece: bytes of a piece of a copy.
+
+    Slots have the same memory in each step, as they mostly have on a GPU.
+    """
+    for module in ("coalesce", "cuda", "runtime"):
+        monkeypatch.setattr(f"dos.devices.{module}.PIECE_BYTES", piece)
+    device = FakeCudaDevice(install(monkeypatch, seed=None))
+    slots = Counter[int]()
+    memory = functools.cache(lambda nbytes, number: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(device, "_empty", lambda nbytes: (slots.update([nbytes]), memory(nbytes, slots[nbytes]))[1])
+    model = nn.Sequential(*[nn.Linear(16, SIZE // 16, bias=False) for _ in range(subgroups * EACH)])
+    optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=SIZE * EACH, device=device)
+    optimizer.attach(model)
+    found = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    least = sys.maxsize
+    for step in range(7):
+        loss = model(torch.randn(4, 16)).square().sum()
+        optimizer.synchronize()
+        loss.backward()
+        found = 0
+        slots.clear()
+        sys.setprofile(count if step >= 4 else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        optimizer.zero_grad()
+        least = min(least, found) if step >= 4 else least
+    return least
+
+
+@pytest.mark.parametrize("piece", [SIZE, 1 << 25])
+@pytest.mark.parametrize(("policy", "most"), [("stride:1", 155), ("resident", 29)])
+def test_calls_for_a_subgroup_on_the_device(
+    policy: str, most: int, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many pieces its state has on its way."""
+    few, many = (calls_of_a_step(count, policy, piece, monkeypatch) for count in (4, 12))
+    assert (many - few) / 8 - EACH <= most, "besides one for each parameter, behind the step's work"
 
 
 def runtime_calls(subgroups: int, updates: str, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
