@@ -108,7 +108,8 @@ class Session:
             # First, because the host may still update from the memory to which this step sends its gradients.
             self.waiting.end_last_step()
         # Not beside a step: it blocks until the device is idle, and meanwhile the CPU lane can queue nothing.
-        self.ledger.trim()
+        if parts.on_device is not None:
+            self.ledger.stores.device.trim()
         if parts.weights is not None:
             parts.weights.stream.release_all()  # a copy that no module used would be older than the updated weights
         try:
@@ -138,7 +139,8 @@ class Session:
             # Hooks of an attached model order the caller, while updates run on into the forward.
             if parts.attachment is None or not self.ledger.running:
                 self.waiting.hand_over()
-                self.ledger.trim()
+                if parts.on_device is not None:
+                    self.ledger.stores.device.trim()
             elif parts.on_device is not None and parts.on_device.wants_clean_forward:
                 self.waiting.settle()
             self.waiting.wait_before_reads()

@@ -21,6 +21,9 @@ from perfmodel.plan import Tier
 
 logger = logging.getLogger(__name__)
 
+SHORT = 1 / 4
+"""The share of free device memory below which other processes may need what the allocator caches."""
+
 
 @dataclass(eq=False, slots=True)
 class Buffer:
@@ -62,6 +65,7 @@ class DeviceStore:
 
     resident: state that stays here, by subgroup. empty: of these, the rooms to which no state was copied yet, and which
         no update has written. slots: staging buffers of equal size.
+    trims: whether state has moved off the device in a step, so that the allocator caches its memory.
     denied: the bytes of state here when an allocation failed unexpectedly in this step; None if none has.
     nbytes: of residents and slots together. resident_bytes: of the state of residents, as plans count it. Both may be
         read on any thread.
@@ -72,6 +76,7 @@ class DeviceStore:
         self.empty: set[Subgroup] = set()
         self.slots: list[Buffer] = []
         self.denied: int | None = None
+        self.trims = False
         self.device = device
         self.nbytes = 0
         self.resident_bytes = 0
@@ -164,6 +169,18 @@ class DeviceStore:
             self.slots[-1].wait()
             self._free(self.slots.pop())
         self._in_slots = {}
+
+    def trim(self) -> None:
+        """Return the memory of state that has moved off the device to other processes, if little else is free.
+
+        Blocks until the device is idle, and so does every thread that queues work meanwhile: never call it in a hook,
+        nor beside a step.
+        """
+        if self.trims:
+            free, total = self.device.memory()
+            if free < SHORT * total:
+                self.trims = False
+                self.device.trim()
 
     def _free(self, buffer: Buffer) -> None:
         self.nbytes -= buffer.memory.nbytes

@@ -15,9 +15,9 @@ from dos.devices.base import HostJob, Promise
 from dos.state.disk_store import DiskJob
 from dos.state.stores import Store, Stores
 from dos.state.subgroup import Subgroup
+from dos.step.host_lane import HostLane
 from dos.step.iteration import Iteration
-from dos.step.transit import Transit
-from dos.step.turns import Turn, reject, resolve
+from dos.step.turns import Turn, Turns, reject, resolve
 from dos.step.unseen import UnseenWrites
 from dos.step.work import Placed, SubgroupUpdate, Subject, prepare_updates
 from perfmodel import Op, Span, Timeline
@@ -68,6 +68,7 @@ class Step:
     done: by subgroup, the job after which its new parameters are in place, once that is issued.
     backward: the work that the caller had queued on the device when the step was issued.
     caller_resumed: a mark where the caller's work on the device continues behind the step, if it does.
+    turns: of the CPU lane. host: the host's part of the step; None: it has no such part.
     rooms_to_free: subgroups, each with the store whose room its state leaves in this step.
     stale_homes: the same where there is a disk and the state leaves its home there or on the host for the other.
     joined: the subgroups behind whose update a queue of the caller was ordered.
@@ -80,23 +81,21 @@ class Step:
         self,
         device: Device,
         stores: Stores,
-        schedule: Schedule,
-        subjects: Sequence[Subject],
-        begun: Sequence[Transit],
+        lane: HostLane,
+        turns: Turns,
         iteration: Iteration,
-        unseen: UnseenWrites | None = None,
+        unseen: UnseenWrites | None,
     ) -> None:
-        """begun: the transits that are the first tasks of the schedule."""
-        self.schedule = schedule
-        self._begun = [transit.job for transit in begun]
-        self.iteration = iteration
+        self.schedule = Schedule(())
+        self.iteration, self.turns = iteration, turns
+        self.host: Future[None] | None = None
         self.joined: set[Subgroup] = set()
         self.ran = Timeline(())
         self.origin = iteration.started
         self.handing_s = self.queuing_s = self.began = 0.0
         self.handed = self.queued = 0
         self.caller_resumed: Mark | None = None
-        self.jobs = [*self._begun]
+        self.jobs: list[Job] = []
         self.uploads: list[Future[Job]] = []
         self.done: dict[Subgroup, Future[Job] | Issued] = {}
         self.backward: Sequence[Job] = ()
@@ -104,7 +103,8 @@ class Step:
         self.stale_homes: list[tuple[Subgroup, Store]] = []
         self._device = device
         self._stores = stores
-        self._subjects: Mapping[int, Subject] = dict(enumerate(subjects))
+        self._lane = lane
+        self._subjects: Mapping[int, Subject] = {}
         self._unseen = unseen
         self._early = () if unseen is None else unseen.early
         self._deferred = set[Stream]()
@@ -122,37 +122,30 @@ class Step:
         caller = "" if self.caller_resumed is None else f", the caller is {'past it' if self.through else 'behind it'}"
         return f"<Step: issued {issued}; the CPU lane has ended {ended} of {len(self.uploads)} turns{caller}>"
 
-    def issue_part(
+    def issue(
         self,
         schedule: Schedule,
         subjects: Mapping[int, Subject],
-        give: Callable[[Turn], object],
-        callers: Collection[Caller],
-        behind: Sequence[Job],
+        begun: Sequence[Job] = (),
+        callers: Collection[Caller] = (),
+        behind: Sequence[Job] = (),
         apart: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
-        """Issue a part of the step, while backward runs.
+        """Issue all tasks of a schedule that are not in flight: of the step, or, while backward runs, of a part of it.
 
-        subjects: by index. give, callers: as for `issue`. behind: jobs that use the slots of this part, and must end
-        before. apart: runs what issues copies of gradients on a thread of its own, so that backward's hook need not.
+        subjects: by index. begun: the transits that are the first tasks of the schedule. callers: the queues of the
+        caller in which gradients were written, if not all in the present one. behind: jobs that use the slots of this
+        part, and must end before. apart: runs what issues copies of gradients on a thread of its own, so that
+        backward's hook need not.
         """
-        self.schedule, self._subjects, self._begun, self._apart = schedule, subjects, [], apart
-        self.issue(give, callers, behind)
-
-    def issue(
-        self, give: Callable[[Turn], object], callers: Collection[Caller] = (), behind: Sequence[Job] = ()
-    ) -> None:
-        """Issue all tasks that are not in flight.
-
-        give: called with each turn of the host's lane, early. callers: the queues of the caller in which gradients
-        were written, if not all in the present one.
-        """
+        self.schedule, self._subjects, self._apart = schedule, subjects, apart
+        self.jobs += begun
         if self._stores.disk is not None:
             self._stores.host.windows.begin()
         tasks, under_way = self.schedule.tasks, self.schedule.under_way
         # By number of the task. Tasks that are issued here wait for the end of backward, not for its pieces.
-        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(self._begun)), ())
-        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(self._begun)}
+        jobs: dict[int, Sequence[Job]] = dict.fromkeys(range(under_way - len(begun)), ())
+        jobs |= {len(jobs) + place: (job,) for place, job in enumerate(begun)}
         # The gradients of this step are complete once the caller's stream has come this far.
         self.backward = self._device.fence(callers)
         jobs[under_way] = (*self.backward, *behind)
@@ -168,7 +161,7 @@ class Step:
                 turns.append(self._turn(tasks[number], ready))
                 # New parameters that must be copied to the device have a task of their own.
                 jobs[number] = (Promise(turns[-1].done),) if turns[-1].work.subgroup.arena.streams else ()
-                give(turns[-1])
+                self._give(turns[-1])
 
         self.began = time.perf_counter()
         # First, and not in the schedule's order: the lane would wait while the device's jobs are issued.
@@ -200,6 +193,37 @@ class Step:
         self._subjects = {}
         self._compared.clear()
         self._gradient_parts.clear()
+
+    def _give(self, turn: Turn) -> None:
+        self.turns.give(turn)
+        if self.host is None:
+            self._begin_host()
+            self.turns.let_begin(turn)
+
+    def _begin_host(self) -> None:
+        """Let the host begin its part of the step, if it has not."""
+        if self.host is None:
+            self.host = self._lane.submit(self._run_host)
+
+    def _run_host(self) -> None:
+        """Run the host's part of the step: update, then release memory that only the step needed."""
+        self._lane.update(self.turns)
+        if not self.turns.whole:
+            return  # the memory may be used by a job that failed while it was issued, and is in none of `uses`
+        self._stores.device.release_slots()
+        for subgroup, store in self.rooms_to_free:
+            store.drop(subgroup)
+        # The caller's thread trims later: trimming waits for the device, which runs the next forward now.
+        self._stores.device.trims |= bool(self.rooms_to_free)
+
+    def close(self) -> None:
+        """End the issue of the step: no further part of it comes."""
+        if not self.turns.open:
+            return
+        # Without any of these the host has no part in the step, and the next step may be queued behind it.
+        if self.rooms_to_free or self.stale_homes or self._stores.device.slots or any(map(on_disk, self.jobs)):
+            self._begin_host()
+        self.turns.close()
 
     @property
     def through(self) -> bool:
@@ -234,6 +258,8 @@ class Step:
 
     def fail(self, error: Exception) -> None:
         """Reject the futures of jobs that will not be issued any more, so that no caller waits for them."""
+        if self.turns.open:
+            self.turns.close(error)
         # A hook of a module would otherwise wait for ever for a job that no thread issues.
         for future in self.done.values():
             if isinstance(future, Future):

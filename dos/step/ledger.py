@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,19 +17,16 @@ from dos.state.record import ParameterRecord
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from dos.step.host_lane import HostLane, InPlaceLane
-from dos.step.issue import Issued, Step, on_device, on_disk, spans_of
+from dos.step.issue import Issued, Step, on_device, spans_of
 from dos.step.iteration import Iteration
 from dos.step.transit import Transits, drain_streams
-from dos.step.turns import Turn, Turns
+from dos.step.turns import Turns
 from dos.step.unseen import UnseenWrites
 from dos.step.work import Subject
 from perfmodel import Op, Placement, Plan, Timeline, Workload
 from perfmodel.plan import Tier
 from perfmodel.schedule import schedule_step
 from perfmodel.tasks import Schedule, SubgroupState
-
-SHORT = 1 / 4
-"""The share of free device memory below which other processes may need what the allocator caches."""
 
 
 class Ledger:
@@ -54,7 +50,6 @@ class Ledger:
     pending: the records of parameters in flight, each with the caller's queues that are ordered behind its update.
     ended: called with each step that has succeeded, and its timeline.
     held: issues the rest of what backward has reserved memory for; None: nothing waits.
-    trims: whether state has moved off the device, so that the allocator caches its memory.
     """
 
     device: Device
@@ -66,7 +61,6 @@ class Ledger:
 
     def __init__(self, guard: Guard) -> None:
         self.held: Callable[[], None] | None = None
-        self.trims = False
         self.unseen = None
         self.pending: dict[ParameterRecord, frozenset[Caller]] = {}
         self.step: Step | None = None
@@ -77,10 +71,6 @@ class Ledger:
         self.parts: dict[tuple[int, ...], tuple[tuple[Any, ...], Schedule]] = {}
         """Schedules of parts by their subgroups, and what each was made of."""
         self._queued: deque[Step] = deque()
-        self._lane_done: Future[None] | None = None
-        """The host's part of the step; None: it has no such part."""
-        self._turns: Turns | None = None
-        """The turns of a step that is being issued, or is issued in parts while backward runs."""
         self.in_place = InPlaceLane(guard)
         guard.working.add(self)
 
@@ -92,8 +82,8 @@ class Ledger:
         if self.in_place.running:
             ended = sum(running.done() for running in self.in_place.running.values())
             parts.append(f"{ended} of {len(self.in_place.running)} updates in place have ended")
-        if self._turns is not None:
-            parts.append(f"{self._turns.waiting} turns that the CPU lane has not taken")
+        if self.step is not None and self.step.turns.open:
+            parts.append(f"{self.step.turns.waiting} turns that the CPU lane has not taken")
         if self.pending:
             parts.append(f"{len(self.unfinished)} of {len(self.pending)} parameters behind which no queue is")
         return f"<Ledger, {self._guard.phase.name}: {'; '.join(parts)}>"
@@ -149,8 +139,8 @@ class Ledger:
         subjects, before: by index. workload: the one for which the plan was made. iteration: of the step.
         Raises RuntimeError, with nothing running any more, if a job cannot be issued.
         """
-        turns = self._begin(plan)
-        with self._failing(turns):
+        step = self._begin(plan, iteration)
+        with self._failing():
             self._follow_parameters(plan, subjects, before)
             adopted = self.transits.adopt(plan, subjects)
             # The device may have had memory for fewer slots than planned. A plan that streams a subgroup without a
@@ -160,14 +150,11 @@ class Ledger:
             made_of = granted, workload, [*before], [transit.task(i) for i, transit in adopted]
             if self._scheduled is None or self._scheduled[0] != made_of:  # in most steps it is the last one's
                 self._scheduled = made_of, schedule_step(*made_of)
-            schedule = self._scheduled[1]
-            begun = [transit for _, transit in adopted]
-            self.step = Step(self.device, self.stores, schedule, subjects, begun, iteration, self.unseen)
             # The host begins to update while later tasks are issued.
-            self.step.issue(self._give)
-            self.close()
+            step.issue(self._scheduled[1], dict(enumerate(subjects)), [transit.job for _, transit in adopted])
+            step.close()
             if DEBUG:
-                log("issued:", self.step)
+                log("issued:", step)
 
     def issue_part(
         self,
@@ -186,74 +173,48 @@ class Ledger:
         that the device reads. No transit of state may be in flight.
         Returns the step. Raises as `issue`.
         """
-        turns = self._begin(plan, late=True) if self._turns is None else self._turns
-        with self._failing(turns):
+        step = self._begin(plan, iteration, late=True) if self.step is None else self.step
+        with self._failing():
             for each in arriving:
                 each.wait()  # the device cannot wait for the host's thread, which adds gradients up
-            if self.step is None:
-                self.step = Step(self.device, self.stores, Schedule(()), (), (), iteration, self.unseen)
             apart = self.lane.issue if self.device.queues else None
-            self.step.issue_part(schedule, subjects, self._give, callers, behind, apart)
+            step.issue(schedule, subjects, (), callers, behind, apart)
             for subject in subjects.values():
                 if subject.update is not None:
                     self.pending.update(dict.fromkeys([piece.record for piece in subject.update.pieces], frozenset()))
-            return self.step
+            return step
 
     def close(self) -> None:
-        """End a step that is issued: no further part of it comes."""
-        turns, step = self._turns, self.step
-        if turns is None or step is None:
-            return
-        # Without any of these the host has no part in the step, and the next step may be queued behind it.
-        if step.rooms_to_free or step.stale_homes or self.stores.device.slots or any(map(on_disk, step.jobs)):
-            self._begin_lane()
-        turns.close()
-        self._turns = None
+        """End the issue of a step: no further part of it comes."""
+        if self.step is not None:
+            self.step.close()
 
     def abandon(self, failure: Exception) -> None:
         """End a step of which backward has issued a part, and whose other part will never come. Blocks."""
-        turns, self._turns, self.held = self._turns, None, None
-        if turns is not None:
-            turns.close(failure)
+        self.held = None
         if self.step is not None:
             self.step.fail(failure)
         self.drain()  # user code releases gradients and loads checkpoints: no job may run any more
         with contextlib.suppress(Exception):  # user code gets the exception of its own backward
             self.settle()
 
-    def _begin(self, plan: Plan, *, late: bool = False) -> Turns:
-        """Begin to issue a step. late: as for `Turns`."""
+    def _begin(self, plan: Plan, iteration: Iteration, *, late: bool = False) -> Step:
+        """Begin a step. late: as for `Turns`."""
         if self.stores.homes.exposed or self.stores.disk is not None:
             self.stores.homes.begin_step()
-        self._turns = Turns(plan.order, self.device.event_query, late=late, threads=plan.threads)
-        self._lane_done = None
-        return self._turns
-
-    def _begin_lane(self) -> None:
-        """Let the host begin its part of the step, if it has not."""
-        if self._lane_done is None:
-            assert self._turns is not None, "the step has begun"
-            assert self.step is not None, "the step has begun"
-            self._lane_done = self.lane.submit(functools.partial(self._run_host_lane, self._turns, self.step))
-
-    def _give(self, turn: Turn) -> None:
-        assert self._turns is not None, "the step has begun"
-        self._turns.give(turn)
-        if self._lane_done is None:
-            self._begin_lane()
-            self._turns.let_begin(turn)
+        turns = Turns(plan.order, self.device.event_query, late=late, threads=plan.threads)
+        self.step = Step(self.device, self.stores, self.lane, turns, iteration, self.unseen)
+        return self.step
 
     @contextlib.contextmanager
-    def _failing(self, turns: Turns) -> Iterator[None]:
+    def _failing(self) -> Iterator[None]:
         """Surround the issuing of jobs: if one fails, the step has, and nothing runs any more when that is raised."""
         try:
             yield
         except BaseException as error:
             failure = self._guard.failure(error)
-            turns.close(failure)
             if self.step is not None:
                 self.step.fail(failure)  # part of the step is in flight; no caller may wait for the other part
-            self._turns = None
             # User code releases gradients and loads checkpoints once this has raised: no job may run any more.
             self.drain()
             if isinstance(error, Exception):
@@ -275,17 +236,6 @@ class Ledger:
                     update.follow_on_host()
             elif before[i].gradient is Tier.HOST:
                 update.follow(self.stores.of[before[i].state].fetch(subgroup))  # before the state moves to the host
-
-    def _run_host_lane(self, turns: Turns, step: Step) -> None:
-        """Run the host's part of a step: update, then release memory that only the step needed."""
-        self.lane.update(turns)
-        if not turns.whole:
-            return  # the memory may be used by a job that failed while it was issued, and is in none of `uses`
-        self.stores.device.release_slots()
-        for subgroup, store in step.rooms_to_free:
-            store.drop(subgroup)
-        # The caller's thread trims later: trimming waits for the device, which runs the next forward now.
-        self.trims |= bool(step.rooms_to_free)
 
     @property
     def unfinished(self) -> list[ParameterRecord]:
@@ -357,8 +307,8 @@ class Ledger:
             # Behind each update, because the caller's next kernel may read any parameter; once per launch, which may
             # update several subgroups.
             self._join(dict.fromkeys(step.done.values()))
-            if self._lane_done is not None:
-                self._join([self._lane_done])  # releases slots and rooms, whose memory the next forward may need
+            if step.host is not None:
+                self._join([step.host])  # releases slots and rooms, whose memory the next forward may need
             step.caller_resumed = self.device.mark()
 
     def queue(self) -> bool:
@@ -369,9 +319,9 @@ class Ledger:
         if not self._open:
             return False
         self._read_queued(wait=False)
-        step, others = self.step, self.in_place.running or self.transits.all or self._lane_done
+        step, others = self.step, self.in_place.running or self.transits.all
         # The host's work for a step is in no queue of the device: another step could overtake it.
-        if step is None or others or step.caller_resumed is None or step.through:
+        if step is None or others or step.host or step.caller_resumed is None or step.through:
             return False
         self._queued.append(step)
         self.step = None
@@ -415,8 +365,8 @@ class Ledger:
             spans = [] if step is None else step.spans(errors)
             unused = spans_of((transit.job for transit in self.transits.all), errors)
             try:
-                if self._lane_done is not None:
-                    self._lane_done.result()  # releases slots and the rooms that state leaves
+                if step is not None and step.host is not None:
+                    step.host.result()  # releases slots and the rooms that state leaves
             except Exception as error:
                 errors.append(error)
         self.stores.device.release_slots()
@@ -428,7 +378,7 @@ class Ledger:
                 home.drop(subgroup)
         # After all waits: if Ctrl-C ends one of them, the next call waits again.
         self.transits.all = []
-        self.step = self._lane_done = None
+        self.step = None
         spans += self.lane.take_spans()
         if errors:
             raise self._guard.failure(errors[0]) from errors[0]
@@ -457,9 +407,9 @@ class Ledger:
             return
         disk = self.stores.disk
         threads = [self.lane, *(() if disk is None else (disk.reading, disk.writing))]
-        if self._turns is not None and self._lane_done is not None:
+        if self.step is not None and self.step.turns.open and self.step.host is not None:
             # User code forks while this thread issues a step, as in a signal handler: the lane waits for more turns.
-            self._turns.wait()
+            self.step.turns.wait()
             threads.remove(self.lane)
         # Threads first: they issue jobs on the streams that are drained below. Each runs its jobs in order.
         for submit in (self.lane.issue, self.lane.add, *(thread.submit for thread in threads)):
@@ -475,17 +425,6 @@ class Ledger:
             self.lane.renew()
             if self.stores.disk is not None:
                 self.stores.disk.renew()
-            if self._turns is not None:  # all have ended; the lane's thread, which waited for more, is the parent's
-                self._turns, self._lane_done = self._turns.again(), None
-
-    def trim(self) -> None:
-        """Return the memory of state that has moved off the device to other processes, if little else is free.
-
-        Blocks until the device is idle, and so does every thread that queues work meanwhile: never call it in a hook,
-        nor beside a step.
-        """
-        if self.trims:
-            free, total = self.device.memory()
-            if free < SHORT * total:
-                self.trims = False
-                self.device.trim()
+            step = self.step
+            if step is not None and step.turns.open:  # all have ended; the lane's thread, which waited, is the parent's
+                step.turns, step.host = step.turns.again(), None

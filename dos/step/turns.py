@@ -47,8 +47,9 @@ class Turns:
     the first of the plan. So none waits for what another one lacks. The simulator has the same rule
     (`perfmodel.lanes.run_tasks`). A thread that waits for a turn needs neither Python nor its lock (csrc/arrivals.h).
 
-    planned: as given. error: the first exception of a turn or the step; no turn begins after it. whole: whether all
-        of the step was issued. order: of the updates. served: whether a thread runs native updates in their order.
+    planned: as given. error: the first exception of a turn or the step; no turn begins after it. open: whether more
+        turns may be handed over. whole: whether all of the step was issued.
+    order: of the updates. served: whether a thread runs native updates in their order.
     late: whether a turn is taken just before the update ahead of it ends, because gradients still arrive.
     threads: of updates; see `Plan.threads`.
     """
@@ -57,6 +58,7 @@ class Turns:
         """planned: the numbers of all subgroups, as the plan orders them. query: as `Device.event_query`."""
         self.error: BaseException | None = None
         self.whole = self.served = False
+        self.open = True
         self.planned, self.late, self.threads = planned, late, threads
         self.order = Order()
         self._query = query
@@ -96,7 +98,7 @@ class Turns:
 
     def close(self, error: BaseException | None = None) -> None:
         """Hand over no more turns. error: the exception with which the step has failed."""
-        self.whole = error is None
+        self.open, self.whole = False, error is None
         if error is not None:
             self.fail(error)
         self._arrivals.close()

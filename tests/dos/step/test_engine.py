@@ -25,7 +25,7 @@ def test_state_that_leaves_is_updated_where_it_is_and_flushed_beside_the_rest(
     placement = [Placement.GPU_RESIDENT]
     device = EmulatedDevice(FAST, capacity=10**9)
     trimmed: list[int] = []
-    monkeypatch.setattr("dos.step.ledger.SHORT", 2)  # so that others may need it
+    monkeypatch.setattr("dos.state.device_store.SHORT", 2)  # so that others may need it
     device.trim = lambda: trimmed.append(device.memory().free)
     model, reference = mlp(), mlp()
     optimizer = DOSAdam(

@@ -279,8 +279,8 @@ def test_what_has_left_is_given_to_others_between_steps(
 
     def trim(device: FakeCudaDevice) -> None:
         assert threading.current_thread() is threading.main_thread()
-        lane = session_of(optimizer).ledger._lane_done
-        assert lane is None or lane.done(), "the CPU lane still has turns"
+        step = session_of(optimizer).ledger.step
+        assert step is None or step.host is None or step.host.done(), "the CPU lane still has turns"
         trimmed.append(now[0])
 
     def memory(device: FakeCudaDevice) -> Memory:

@@ -79,7 +79,7 @@ def test_a_gradient_from_the_device_to_the_kernel_of_the_host(kernel: list[list[
     train(model, optimizer, 1)
     in_backward = ["parameters/watching.py", "owners/gradients.py", "guard.py", "backward.py", "step/transit.py"]
     assert [files(calls) for calls in sent] == [in_backward] * len(sent)
-    assert files(kernel[-1]) == ["step/ledger.py", "step/host_lane.py", "step/work.py", "kernels/update.py"]
+    assert files(kernel[-1]) == ["step/issue.py", "step/host_lane.py", "step/work.py", "kernels/update.py"]
 
 
 def test_backward_sends_a_gradient_through_at_most_six_files(monkeypatch: pytest.MonkeyPatch) -> None:
