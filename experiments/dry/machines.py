@@ -50,7 +50,7 @@ class Costs:
     """
 
     copy_s: float = 10e-6
-    memcpy_s: float = 4e-6
+    memcpy_s: float = 6e-6
     event_s: float = 0.7e-6
     launch_s: float = 6e-6
     stats_s: float = 1e-6

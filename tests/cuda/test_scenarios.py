@@ -189,7 +189,7 @@ def test_an_optimizer_goes_while_its_copies_run(ends: str) -> None:
     device = CudaDevice(torch.device(DEVICE, 0))
     device.launch(0, lambda: None, 1).wait()
     device.launch(0, lambda: None, 1)
-    assert not _leftovers_of(device.torch_device)._ends, "what finished copies kept was given back"
+    assert not _leftovers_of(device.torch_device).ends, "what finished copies kept was given back"
 
 
 class Peak(Scales):

@@ -98,7 +98,7 @@ def test_an_update_finds_weights_at_home_or_moves_them_there() -> None:
         "7 flush 2 FLUSH 24 slot 0 after 6",
         "8 prefetch 3 PREFETCH 48 slot 0 after 7",
         "9 update 3 GPU 12 slot 0 after 8 0",
-        "10 flush 3 FLUSH 168 after 9",
+        "10 flush 3 FLUSH 168 slot 0 after 9",
     ]
 
 
