@@ -18,9 +18,6 @@ SLOTS_TRIED = (1, 2, 3, 4)
 """Numbers of slots where their memory is taken from residents."""
 PASSING_TRIED = (1, 2)
 """The same where only offloaded gradients of residents pass through them."""
-LATE_HOST = 0.5
-"""The host's share of backward above which nothing is streamed while that updates: to issue it takes the host longer
-than an update on the CPU makes it late, which no plan counts."""
 AMOUNTS_TRIED = 17
 """The most amounts of saved tensors that move."""
 BLOCKS_TRIED = 9
@@ -137,9 +134,8 @@ def _slots(workload: Workload, activation_bytes: int) -> list[tuple[int, bool]]:
     """Numbers of slots that may be worth a look, each with whether state passes through them."""
     shared, update = workload.shared_free(activation_bytes), workload.update_free_bytes
     most = workload.slots_within(update, MAX_SLOTS)
-    late = workload.in_backward and workload.host_share > LATE_HOST
-    found = [] if late else [most]
-    if math.isfinite(shared) and not late:
+    found = [most]
+    if math.isfinite(shared):
         # As many as take nothing from residents, besides.
         # No more: another process may want the memory, and with none for slots the CPU would update everything.
         beside = workload.slots_within(shared - workload.peak_free(activation_bytes), min(most, SLOTS_TRIED[-1]))
@@ -147,7 +143,7 @@ def _slots(workload: Workload, activation_bytes: int) -> list[tuple[int, bool]]:
             n for n in sorted({*(min(most, n) for n in SLOTS_TRIED), beside}) if workload.staging_bytes(n) <= shared
         ]
     passing = _passing_slots(workload, min(shared, update))
-    alone = sorted({min(passing, n) for n in PASSING_TRIED}) if math.isfinite(shared) or late or not most else []
+    alone = sorted({min(passing, n) for n in PASSING_TRIED}) if math.isfinite(shared) or not most else []
     return [*((n, True) for n in found if n), *((n, False) for n in alone)]
 
 
