@@ -54,7 +54,7 @@ class LateHost:
 
 
 class StepTimes:
-    """What the host needs to issue a step, by recent ones, as it would be with no update on the CPU beside it.
+    """Seconds in which the host issues a step, by recent ones, as if no update on the CPU ran beside it.
 
     times, share: see `Workload.host` and `Workload.host_share`; 0 until they are known.
     """
