@@ -15,8 +15,6 @@ MOST = 0.9
 """The most of the time beside updates that the host is late by."""
 TOLERANCE = 0.1
 """The share by which the figure moves, or not at all, so that noise changes no plan; and the compute that it is of."""
-
-
 NOTABLE = 0.05
 """The share of compute by which the host is later than was known that is worth another plan: that takes it as long."""
 

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,6 +48,32 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
+def fewest_of_a_step(
+    optimizer: DOSAdam, backward: Callable[[], object], counts: Callable[[FrameType, str], bool]
+) -> int:
+    """The fewest events of the caller's thread in `step()` that count, of the last three of seven steps.
+
+    backward: called before each step.
+    """
+    found, least = 0, sys.maxsize
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        found += counts(frame, event)
+
+    for step in range(7):
+        backward()
+        found = 0
+        sys.setprofile(count if step >= 4 else None)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        optimizer.zero_grad()
+        least = min(least, found) if step >= 4 else least
+    return least
+
+
 def calls(parameters: int, device: Any, attached: bool, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls until the first turn of the CPU lane is handed over, in a step whose gradients have all left.
 
@@ -58,31 +84,22 @@ def calls(parameters: int, device: Any, attached: bool, monkeypatch: pytest.Monk
     optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=SIZE * EACH, device=device)
     if attached:
         optimizer.attach(model)
-    found, give = 0, Turns.give
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal found
-        found += event in ("call", "c_call") and "/perfmodel/" not in frame.f_code.co_filename
+    give = Turns.give
 
     def given(turns: Turns, turn: Any) -> None:
         sys.setprofile(None)
         give(turns, turn)
 
-    least = sys.maxsize
-    for step in range(7):
+    def backward() -> None:
         sum(p.square().sum() for p in model).backward()
         optimizer.synchronize()
-        found = 0
-        with monkeypatch.context() as patched:
-            patched.setattr(Turns, "give", given)
-            sys.setprofile(count if step >= 4 else None)
-            try:
-                optimizer.step()
-            finally:
-                sys.setprofile(None)
-        optimizer.zero_grad()
-        least = min(least, found) if step >= 4 else least
-    return least
+
+    def counts(frame: FrameType, event: str) -> bool:
+        return event in ("call", "c_call") and "/perfmodel/" not in frame.f_code.co_filename
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Turns, "give", given)
+        return fewest_of_a_step(optimizer, backward, counts)
 
 
 @pytest.mark.parametrize("attached", [True, False])
@@ -183,27 +200,17 @@ def calls_of_a_step(subgroups: int, policy: str, piece: int, monkeypatch: pytest
     model = nn.Sequential(*[nn.Linear(16, SIZE // 16, bias=False) for _ in range(subgroups * EACH)])
     optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=SIZE * EACH, device=device)
     optimizer.attach(model)
-    found = 0
 
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal found
-        found += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    least = sys.maxsize
-    for step in range(7):
+    def backward() -> None:
         loss = model(torch.randn(4, 16)).square().sum()
         optimizer.synchronize()
         loss.backward()
-        found = 0
         slots.clear()
-        sys.setprofile(count if step >= 4 else None)
-        try:
-            optimizer.step()
-        finally:
-            sys.setprofile(None)
-        optimizer.zero_grad()
-        least = min(least, found) if step >= 4 else least
-    return least
+
+    def counts(frame: FrameType, event: str) -> bool:
+        return event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    return fewest_of_a_step(optimizer, backward, counts)
 
 
 @pytest.mark.parametrize("piece", [SIZE, 1 << 25])
