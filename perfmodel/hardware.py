@@ -24,8 +24,9 @@ _RETIRED = ("gpu_bandwidth", "cast_rate")
 """Rates in files of earlier versions that no plan reads."""
 
 SLOWDOWN = 0.09
-"""By which other work of the host takes longer for each thread of an update on the CPU: that of an H100 took 1.4 times
-as long beside 4 threads, and 2.1 times beside 12 (experiments/results/nvidia-h100-2026-11-28)."""
+"""By which other work of the host takes longer for each thread of an update on the CPU, where that was not measured:
+that of an H100 took 1.4 times as long beside 4 threads, and 2.1 times beside 12
+(experiments/results/nvidia-h100-2026-11-28)."""
 
 SOURCES = ("measured", "fitted", "data sheet")
 
@@ -62,6 +63,7 @@ class ThreadRates:
     host_bandwidth: float
     h2d_weight: float
     d2h_weight: float
+    host_slowdown: float | None = None
 
     def __post_init__(self) -> None:
         _check(self, "rates by threads")
@@ -92,6 +94,7 @@ class HardwareProfile:
     h2d_weight, d2h_weight: how copies in these directions share host DRAM with the CPU, whose weight is 1, where it
         cannot serve all (`sharing.shared_speeds`). By default those with which an H200 and an H100 are within 12%.
     turn_latency_s: fixed cost of an update on the CPU; None: as of one on the GPU.
+    host_slowdown: how many times as long other work of the host takes beside an update on the CPU; None: by SLOWDOWN.
     by_threads: the rates with each number of threads that was measured.
 
     Raises ValueError for a figure that no machine has: rates from 1e-30 to 1e30, latencies from 0 to 1e6 s.
@@ -122,6 +125,7 @@ class HardwareProfile:
     h2d_weight: float = 0.7
     d2h_weight: float = 1.06
     turn_latency_s: float | None = None
+    host_slowdown: float | None = None
     by_threads: tuple[ThreadRates, ...] = ()
     provenance: Provenance = field(default_factory=lambda: Provenance("data sheet"))
 
@@ -143,7 +147,7 @@ class HardwareProfile:
     @property
     def slowdown(self) -> float:
         """How many times as long other work of the host takes beside an update on the CPU."""
-        return 1 + SLOWDOWN * self.cpu_threads
+        return 1 + SLOWDOWN * self.cpu_threads if self.host_slowdown is None else self.host_slowdown
 
     def with_threads(self, threads: int) -> HardwareProfile:
         """The profile with this number of threads of the CPU update: as measured, or between two numbers that were.
@@ -166,7 +170,8 @@ class HardwareProfile:
         more = ([each for each in some if each.cpu_threads >= threads] or some[-1:])[0]
         part = (threads - less.cpu_threads) / max(more.cpu_threads - less.cpu_threads, 1)
         ends = {name: (getattr(less, name), getattr(more, name)) for name in BY_THREADS}
-        rates = {name: low if low == high else low + part * (high - low) for name, (low, high) in ends.items()}
+        known = {name: pair for name, pair in ends.items() if None not in pair}
+        rates = {name: low if low == high else low + part * (high - low) for name, (low, high) in known.items()}
         return self.replace(cpu_threads=threads, **rates)
 
     def corrected(self, **rates: float) -> HardwareProfile:
@@ -275,6 +280,7 @@ SPEEDS = tuple(f.name for f in dataclasses.fields(HardwareProfile) if "_speed_" 
 _LIMITS: dict[str, tuple[float, float, bool]] = {
     **dict.fromkeys((*RATES, *SPEEDS, *WEIGHTS), (1e-30, 1e30, False)),
     **dict.fromkeys(("copy_latency_s", "launch_latency_s", "turn_latency_s", "disk_latency_s"), (0, 1e6, False)),
+    "host_slowdown": (1, 1e6, False),
     "ranks_per_host": (1, 1 << 20, True),
     "cpu_threads": (0, 1 << 20, True),
 }
@@ -286,7 +292,7 @@ def _check(one: object, what: str) -> None:
     """Raise ValueError for a figure that no machine has. Figures of numpy become Python's, as JSON has no others."""
     for name, (least, most, integer) in _LIMITS.items():
         value: Any = getattr(one, name, None)
-        if value is None and (name == "turn_latency_s" or not hasattr(one, name)):
+        if value is None and (name in ("turn_latency_s", "host_slowdown") or not hasattr(one, name)):
             continue
         known = isinstance(value, numbers.Integral if integer else numbers.Real) and not isinstance(value, bool)
         if known and not isinstance(value, int | float):

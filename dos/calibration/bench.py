@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -24,6 +26,8 @@ SMALL = 256
 _STEP = AdamStep(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 BATCH = 4
 """The number of jobs queued at once, as the engine does."""
+HOST_WORK_S = 0.02
+"""In which the host repeats small work, alone and beside updates; more passes of `small_work` than noise outlasts."""
 BANDWIDTHS = {Op.PREFETCH: "h2d_bandwidth", Op.FLUSH: "d2h_bandwidth"}
 
 
@@ -47,6 +51,24 @@ def _arrays(zeros: Callable[[int, torch.dtype], Tensor], numel: int, formats: bo
 def host_zeros(device: Device | None, numel: int, dtype: torch.dtype) -> Tensor:
     """Return 1-D zeros on a page boundary, pinned for the device if there is one."""
     return lazy_zeros(numel, dtype) if device is None else pinned_zeros(device, numel, dtype)
+
+
+def small_work() -> Callable[[], None]:
+    """Return a function that runs a pass of small modules forward and backward: work of Python and PyTorch alone."""
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(24)]
+    model, batch = torch.nn.Sequential(*layers), torch.randn(4, 16)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return lambda: model(batch).sum().backward()
+
+
+def pass_s(work: Callable[[], None], least_s: float) -> float:
+    """Return the seconds of a pass of `work`, repeated for at least so long."""
+    begin, passes = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - begin) < least_s or not passes:
+        work()
+        passes += 1
+    return seconds / passes
 
 
 class Bench:
@@ -86,6 +108,26 @@ class Bench:
     def cpu_speeds(self, threads: int) -> dict[str, Figure]:
         """Measure how many times as fast as in mixed precision the CPU updates in each other format, in turns."""
         return self._speeds("cpu", lambda: [self.update_host(threads, kept).duration for kept in self._host])
+
+    def host_slowdown(self, threads: int) -> dict[str, Figure]:
+        """Measure how many times as long small work of the host takes beside updates with this number of threads."""
+        work = small_work()
+
+        def slower() -> list[list[float]]:
+            alone_s, done = pass_s(work, HOST_WORK_S), threading.Event()
+
+            def repeat() -> None:
+                while not done.is_set():
+                    adam_update(self._host[MIXED], step=_STEP, threads=threads)
+
+            with ThreadPoolExecutor(1) as pool:
+                updates = pool.submit(repeat)
+                beside_s = pass_s(work, HOST_WORK_S)
+                done.set()
+                updates.result()
+            return [[max(1.0, beside_s / alone_s)]]
+
+        return {"host_slowdown": self._rounds.timed(slower)[0]}
 
     def cpu_share(self, threads: int) -> float:
         """Return the share of CPU time that this number of threads got from other programs, of the time they wanted."""

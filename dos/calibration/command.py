@@ -42,6 +42,7 @@ _ROWS = {
     "turn_latency_s": ("  fixed cost", "s"),
     "cpu_speed_split": ("  split state", "times"),
     "cpu_speed_int8": ("  int8 state", "times"),
+    "host_slowdown": ("  other work of the host beside it takes", "times"),
     "host_bandwidth": ("host memory, per rank", "B/s"),
     "h2d_bandwidth": ("host to device", "B/s"),
     "h2d_bandwidth_beside_update": ("  beside a CPU update", "B/s"),

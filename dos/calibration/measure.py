@@ -74,8 +74,9 @@ class Measurement:
         `..._beside_d2h` and `..._beside_update`; with a disk `cpu_update_rate_beside_disk`,
         `disk_read_bandwidth_beside` and `disk_write_bandwidth_beside`, those three at once.
     trials: parameters/s of the CPU update by number of threads.
-    beside: with an accelerator, by number of threads the figures that depend on it: `host_bandwidth`, and
-        `h2d_weight` and `d2h_weight` where updates and copies slowed each other down.
+    beside: with an accelerator, by number of threads the figures that depend on it: `host_bandwidth`, `host_slowdown`
+        unless that is emulated or the effort least, and `h2d_weight` and `d2h_weight` where updates and copies slowed
+        each other down.
     threads: the number chosen.
     cpu_share: the share of CPU time that these threads got from other programs, of the time they wanted; 1 on an
         emulated device, whose host mostly waits.
@@ -117,8 +118,8 @@ class Measurement:
 
     def _by_threads(self, threads: int, base: HardwareProfile, ranks: int) -> ThreadRates:
         found = self.beside[threads]
-        weights = (found[name].value if name in found else getattr(base, name) for name in WEIGHTS)
-        return ThreadRates(threads, self.trials[threads].value, found["host_bandwidth"].value * ranks, *weights)
+        others = (found[name].value if name in found else getattr(base, name) for name in (*WEIGHTS, "host_slowdown"))
+        return ThreadRates(threads, self.trials[threads].value, found["host_bandwidth"].value * ranks, *others)
 
 
 def base_profile(device: Device | None) -> HardwareProfile:
@@ -183,11 +184,13 @@ def measure(
     Raises torch.OutOfMemoryError if the device has no memory to measure with, OSError if a folder cannot be used.
     """
     lanes = 1 if device is None else 2
-    parts = lanes * effort.formats + len(set(threads)) + (0 if device is None else 9 + 3 * len(set(threads)))
+    emulated = device is not None and device.known_profile is not None
+    slows = effort.formats and not emulated  # in a moment it cannot be told from noise
+    each = 0 if device is None else 3 + slows
+    parts = lanes * effort.formats + len(set(threads)) * (1 + each) + (0 if device is None else 9)
     all_parts = parts + (6 if disk else 0)
     rounds = Rounds(_fitted(effort, device, ranks, effort.limit_s / parts), exchange)
     rounds.limit(effort.limit_s * all_parts / parts, all_parts)  # a disk takes time of its own
-    emulated = device is not None and device.known_profile is not None
     with closing(DiskBench(disk, device, rounds, ranks)) if disk else nullcontext() as on_disk:
         bench = Bench(device, rounds)
         progress("CPU update", 0.0)
@@ -211,8 +214,9 @@ def measure(
             # Of rates with fixed costs, as those beside each other are.
             shared = shares(figures | {"cpu_update_rate": trials[threads]} | found, link)
             total = _host_bandwidth(figures | {"cpu_update_rate": rates[threads]} | shared)
-            by_threads[threads] = shared | {"host_bandwidth": total}
-            return found | shared if threads == chosen else {}
+            late = bench.host_slowdown(threads) if slows else {}
+            by_threads[threads] = shared | late | {"host_bandwidth": total}
+            return found | shared | late if threads == chosen else {}
 
         def add(name: str, link: Link) -> None:
             stages.extend([Stage(name, 4, link.alone), Stage(f"{name} both ways", 1, lambda: link.duplex(figures))])
@@ -223,7 +227,7 @@ def measure(
             stages.append(Stage("short CPU updates", 2, turns))
             add("copies", bench.link)
             stages += [
-                Stage(f"copies beside updates by {n} threads", 3, partial(copies_beside, bench.link, n)) for n in trials
+                Stage(f"beside updates by {n} threads", each, partial(copies_beside, bench.link, n)) for n in trials
             ]
             stages.append(Stage("device updates", 2, bench.device_update))
             if effort.formats:

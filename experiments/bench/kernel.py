@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dos.calibration.bench import pass_s, small_work
 from dos.kernels.update import AdamArrays, AdamBatch, AdamStep, instruction_sets
 from dos.machine.host_memory import available_bytes
 from experiments.command import Parser, table_of
@@ -131,16 +131,9 @@ def summarise(seconds: dict[str, list[float]], numel: int) -> dict[str, float]:
 def be_neighbour() -> None:
     """Print the seconds of a forward and backward of small modules, measured for a moment, for each line of input."""
     torch.set_num_threads(1)
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(24)]
-    model, batch = torch.nn.Sequential(*layers), torch.randn(4, 16)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    work = small_work()
     for _ in sys.stdin:
-        begin, passes = time.perf_counter(), 0
-        while (seconds := time.perf_counter() - begin) < _NEIGHBOUR_S:
-            model(batch).sum().backward()
-            passes += 1
-        print(seconds / passes, flush=True)
+        print(pass_s(work, _NEIGHBOUR_S), flush=True)
 
 
 def beside(neighbour: subprocess.Popen[str], work: Callable[[], None] | None) -> float:

@@ -172,7 +172,7 @@ def interpolated(profile: HardwareProfile, threads: int) -> HardwareProfile:
     below = max((each for each in known if each["cpu_threads"] <= threads), key=_count, default=known[0])
     above = min((each for each in known if each["cpu_threads"] >= threads), key=_count, default=known[-1])
     part = (threads - _count(below)) / max(1, _count(above) - _count(below))
-    rates = {name: below[name] + (above[name] - below[name]) * part for name in below}
+    rates = {name: below[name] + (above[name] - below[name]) * part for name in below if below[name] is not None}
     return profile.replace(**{**rates, "cpu_threads": threads})
 
 

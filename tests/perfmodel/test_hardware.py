@@ -122,10 +122,10 @@ def test_infinite_bandwidth_is_null_in_plain_json_by_threads_too() -> None:
     assert HardwareProfile.from_json(json.loads(text)) == profile
 
 
-def by_threads() -> HardwareProfile:
-    """A machine of up to 12 threads."""
+def by_threads(slowdown: float | None = None) -> HardwareProfile:
+    """A machine of up to 12 threads. slowdown: as measured."""
     some = ((2, 2e9, 20e9), (4, 3e9, 30e9), (8, 5e9, 40e9), (12, 6e9, 44e9))
-    rates = tuple(ThreadRates(n, rate, host, 1.0, n / 2) for n, rate, host in some)
+    rates = tuple(ThreadRates(n, rate, host, 1.0, n / 2, slowdown) for n, rate, host in some)
     return HardwareProfile.builtin("h100").replace(cpu_threads=12, cpu_update_rate=6e9, by_threads=rates)
 
 
@@ -135,6 +135,15 @@ def test_between_two_numbers_of_threads_rates_are_between() -> None:
     assert (found.d2h_weight, found.slowdown) == (5.0, pytest.approx(1.9))
     assert by_threads().with_threads(1).cpu_update_rate == 2e9
     assert by_threads().with_threads(0) == by_threads()
+
+
+def test_what_updates_slow_the_host_by_is_what_was_measured() -> None:
+    profile = by_threads(slowdown=1.5)
+    assert profile.with_threads(10).slowdown == 1.5
+    few, *others = profile.by_threads
+    of_all = profile.replace(by_threads=(dataclasses.replace(few, host_slowdown=1.1), *others))
+    assert of_all.with_threads(3).slowdown == pytest.approx(1.3)
+    assert HardwareProfile.from_json(json.loads(json.dumps(of_all.to_json()))) == of_all
 
 
 def test_a_corrected_rate_is_corrected_for_all_threads() -> None:

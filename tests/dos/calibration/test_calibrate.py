@@ -6,14 +6,15 @@ import dataclasses
 import json
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from dos import DOSAdam, EmulatedDevice
+from dos.calibration import bench, measure
 from dos.calibration import command as calibrate
-from dos.calibration import measure
 from dos.calibration.rounds import Figure, Rounds
 from dos.machine import profiles
 from perfmodel import Lane, Op, Span
@@ -96,13 +97,15 @@ def test_without_contention_the_model_predicts_none() -> None:
 
 def test_a_profile_has_rates_for_each_number_of_threads() -> None:
     rates = {n: Figure(n * 1e9, 0.0) for n in (1, 2)}
-    beside = {n: {"host_bandwidth": Figure(n * 30e9, 0.0), "h2d_weight": Figure(n / 4, 0.0)} for n in rates}
+    each = {"host_bandwidth": 30e9, "h2d_weight": 0.25, "host_slowdown": 1.5}
+    beside = {n: {name: Figure(n * value, 0.0) for name, value in each.items()} for n in rates}
     figures = {"cpu_update_rate": rates[2], **beside[2]}
     found = measure.Measurement(figures, rates, 2, 1.0, beside=beside).profile(MACHINE, "here", ranks=2)
     assert found.with_threads(2) == found
     fewer = found.with_threads(1)
     assert (fewer.cpu_threads, fewer.cpu_update_rate, fewer.host_bandwidth) == (1, 1e9, 60e9)
     assert (fewer.h2d_weight, fewer.d2h_weight) == (0.25, MACHINE.d2h_weight)
+    assert (fewer.slowdown, found.slowdown) == (1.5, 3.0)
     assert HardwareProfile.from_json(json.loads(json.dumps(found.to_json()))) == found
     assert found.scaled(0.5).with_threads(1) == fewer.scaled(0.5)
     assert found.with_threads(3).cpu_update_rate == 2e9, "as with the most that were measured"
@@ -161,6 +164,27 @@ def test_the_host_alone() -> None:
     assert result.provenance.source == "measured"
     for name in ("not measured", "h2d_bandwidth", "gpu_speed_int8", "disk_write_bandwidth_duplex"):
         assert name in result.provenance.note
+
+
+def test_the_host_beside_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each number of threads. What is faster by chance is as fast."""
+    passes = iter((2.0, 5.0) * 3 + (2.0, 1.5) * 3)
+    updates: list[int] = []
+
+    def pass_s(work: Callable[[], None], least_s: float) -> float:
+        before = len(updates)
+        work()
+        seconds = next(passes)
+        while seconds != 2.0 and len(updates) == before:  # beside
+            pass
+        return seconds
+
+    monkeypatch.setattr(bench, "pass_s", pass_s)
+    monkeypatch.setattr(bench, "adam_update", lambda *_, step, threads: updates.append(threads))
+    timed = bench.Bench(None, Rounds(dataclasses.replace(TINY, seconds=0.0), lambda value: [value]))
+    assert timed.host_slowdown(3) == {"host_slowdown": Figure(2.5, 0.0)}
+    assert timed.host_slowdown(4)["host_slowdown"].value == 1.0
+    assert {*updates} == {3, 4}
 
 
 def test_the_minimum_on_a_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
