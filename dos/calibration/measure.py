@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from datetime import date
@@ -192,65 +192,81 @@ def measure(
     rounds = Rounds(_fitted(effort, device, ranks, effort.limit_s / parts), exchange)
     rounds.limit(effort.limit_s * all_parts / parts, all_parts)  # a disk takes time of its own
     with closing(DiskBench(disk, device, rounds, ranks)) if disk else nullcontext() as on_disk:
-        bench = Bench(device, rounds)
         progress("CPU update", 0.0)
-        trials = bench.cpu_update(threads)
-        chosen = choose_threads({n: figure.value for n, figure in trials.items()})
-        figures, rates = {"cpu_update_rate": trials[chosen]}, dict(trials)
-        stages: list[Stage] = []
-        by_threads: dict[int, dict[str, Figure]] = {}
-
-        def turns() -> dict[str, Figure]:
-            fixed = bench.cpu_turn(chosen)
-            for n, with_fixed in trials.items():
-                rates[n] = with_fixed.without(fixed, rounds.effort.host_numel)
-            return {"turn_latency_s": fixed, "cpu_update_rate": rates[chosen]}
-
-        def beside(link: Link, threads: int, ways: tuple[Op, ...]) -> dict[str, Figure]:
-            return link.beside(figures, lambda: [bench.update_host(threads)], rounds.effort.host_numel, ways)
-
-        def copies_beside(link: Link, threads: int) -> dict[str, Figure]:
-            found = {name: rate for ways in link.ways for name, rate in beside(link, threads, ways).items()}
-            # Of rates with fixed costs, as those beside each other are.
-            shared = shares(figures | {"cpu_update_rate": trials[threads]} | found, link)
-            total = _host_bandwidth(figures | {"cpu_update_rate": rates[threads]} | shared)
-            late = bench.host_slowdown(threads) if slows else {}
-            by_threads[threads] = shared | late | {"host_bandwidth": total}
-            return found | shared | late if threads == chosen else {}
-
-        def add(name: str, link: Link) -> None:
-            stages.extend([Stage(name, 4, link.alone), Stage(f"{name} both ways", 1, lambda: link.duplex(figures))])
-
-        if effort.formats:
-            stages.append(Stage("CPU updates by format", 1, lambda: bench.cpu_speeds(chosen)))
-        if device is not None:
-            stages.append(Stage("short CPU updates", 2, turns))
-            add("copies", bench.link)
-            stages += [
-                Stage(f"beside updates by {n} threads", each, partial(copies_beside, bench.link, n)) for n in trials
-            ]
-            stages.append(Stage("device updates", 2, bench.device_update))
-            if effort.formats:
-                stages.append(Stage("device updates by format", 1, lambda: bench.device_speeds(figures)))
-        if on_disk is not None:
-            add("disk", on_disk.link)
-            stages.append(
-                Stage("disk beside CPU updates", 1, lambda: beside(on_disk.link, chosen, on_disk.link.ways[-1]))
-            )
-        for stage in stages:
+        bench = Bench(device, rounds)
+        course = _Course(bench, rounds, bench.cpu_update(threads), slows)
+        for stage in course.stages(device is not None, on_disk):
             progress(stage.label, 1 - rounds.parts / all_parts)
             left = rounds.parts - stage.parts
-            figures |= stage.run()
+            course.figures |= stage.run()
             assert rounds.parts == left, stage.label
         assert not rounds.parts, "all that was counted has been measured"
         notes = [on_disk.note()] if on_disk is not None else []
+    figures, rates, chosen = course.figures, course.rates, course.chosen
     figures["host_bandwidth"] = _host_bandwidth(figures)
     by_count = {n: figure.value for n, figure in rates.items()}
     share = 1.0 if emulated else believed_share(bench.cpu_share(chosen), chosen, by_count)
-    found = Measurement(figures, rates, chosen, share, beside=by_threads)
+    found = Measurement(figures, rates, chosen, share, beside=course.by_threads)
     if on_disk is not None:
         notes.append(unexplained(figures, found.profile(base_profile(device), "")))
     return dataclasses.replace(found, notes=[note for note in notes if note])
+
+
+class _Course:
+    """The figures of one measurement so far, and the stages that add to them.
+
+    trials: rates of updates by number of threads, with their fixed costs; rates: without these, once they are known.
+    slows: whether it is measured how much longer the host's other work takes beside updates.
+    chosen: the number of threads of the CPU lane. by_threads: as `Measurement.beside`.
+    """
+
+    def __init__(self, bench: Bench, rounds: Rounds, trials: dict[int, Figure], slows: bool) -> None:
+        self.chosen = choose_threads({n: figure.value for n, figure in trials.items()})
+        self.figures, self.rates = {"cpu_update_rate": trials[self.chosen]}, dict(trials)
+        self.by_threads: dict[int, dict[str, Figure]] = {}
+        self._bench, self._rounds, self._trials, self._slows = bench, rounds, trials, slows
+
+    def stages(self, with_device: bool, on_disk: DiskBench | None) -> Iterator[Stage]:
+        """Return what is measured after the trials, in this order."""
+        bench, formats = self._bench, self._rounds.effort.formats
+        if formats:
+            yield Stage("CPU updates by format", 1, lambda: bench.cpu_speeds(self.chosen))
+        if with_device:
+            yield Stage("short CPU updates", 2, self._turns)
+            yield from self._copies("copies", bench.link)
+            for n in self._trials:
+                yield Stage(f"beside updates by {n} threads", 3 + self._slows, partial(self._beside_updates, n))
+            yield Stage("device updates", 2, bench.device_update)
+            if formats:
+                yield Stage("device updates by format", 1, lambda: bench.device_speeds(self.figures))
+        if on_disk is not None:
+            link = on_disk.link
+            yield from self._copies("disk", link)
+            yield Stage("disk beside CPU updates", 1, lambda: self._beside(link, self.chosen, link.ways[-1]))
+
+    def _turns(self) -> dict[str, Figure]:
+        fixed = self._bench.cpu_turn(self.chosen)
+        for n, with_fixed in self._trials.items():
+            self.rates[n] = with_fixed.without(fixed, self._rounds.effort.host_numel)
+        return {"turn_latency_s": fixed, "cpu_update_rate": self.rates[self.chosen]}
+
+    def _copies(self, name: str, link: Link) -> Iterator[Stage]:
+        yield Stage(name, 4, link.alone)
+        yield Stage(f"{name} both ways", 1, lambda: link.duplex(self.figures))
+
+    def _beside(self, link: Link, threads: int, ways: tuple[Op, ...]) -> dict[str, Figure]:
+        numel = self._rounds.effort.host_numel
+        return link.beside(self.figures, lambda: [self._bench.update_host(threads)], numel, ways)
+
+    def _beside_updates(self, threads: int) -> dict[str, Figure]:
+        link = self._bench.link
+        found = {name: rate for ways in link.ways for name, rate in self._beside(link, threads, ways).items()}
+        # Of rates with fixed costs, as those beside each other are.
+        shared = shares(self.figures | {"cpu_update_rate": self._trials[threads]} | found, link)
+        total = _host_bandwidth(self.figures | {"cpu_update_rate": self.rates[threads]} | shared)
+        late = self._bench.host_slowdown(threads) if self._slows else {}
+        self.by_threads[threads] = shared | late | {"host_bandwidth": total}
+        return found | shared | late if threads == self.chosen else {}
 
 
 def _fitted(effort: Effort, device: Device | None, ranks: int, figure_s: float) -> Effort:
