@@ -485,7 +485,7 @@ class FakeCudaDevice(CudaDevice):
         buffer.fill_(0xFF)
 
     def memory(self) -> Memory:
-        return Memory(10**9, 10**9)
+        return Memory(2**26, 2**26)  # a pool for saved tensors has as much, and all of its pages are made
 
     def cached(self) -> Cached:
         return Cached(0, 0)

@@ -281,7 +281,7 @@ def test_a_wait_that_is_left_out_is_told(fault: Fault, monkeypatch: pytest.Monke
 
 def test_both_accesses_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     leave_out(monkeypatch, FAULTS[0])
-    with checking(most_named=100) as checker:
+    with checking() as checker:
         FAULTS[0].program(tmp_path)
     lines = [
         r"nothing orders two accesses of \d+ bytes at 0x\w+ \(gradient of Linear.weight .*\):",

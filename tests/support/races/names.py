@@ -55,7 +55,7 @@ def _names(first: int, end: int) -> str:
     if first >= DISK:
         return f"byte {first - DISK & (1 << 48) - 1} of a file"
     found, named = list[str](), dict[int, str]()
-    objects = [each for kind in (nn.Module, Tensor, Subgroup, DeviceStore) for each in objects_of(kind)]
+    objects = objects_of(nn.Module, Tensor, Subgroup, DeviceStore)
     for each in objects:
         if isinstance(each, nn.Module):  # by dict's own method: that of ours would wait for updates
             own = dict.items(each.__dict__["_parameters"])
