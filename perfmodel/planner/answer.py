@@ -9,7 +9,7 @@ from typing import Any
 from perfmodel.bounds import Bound, lower_bound
 from perfmodel.plan import Placement
 from perfmodel.planner.assumptions import assumptions
-from perfmodel.planner.fastest import Fastest, fastest, fastest_batch
+from perfmodel.planner.fastest import Fastest, fastest_batch, fastest_with
 from perfmodel.planner.outcome import Outcome, by_label, outcomes
 from perfmodel.planner.question import MARGIN, Question
 from perfmodel.planner.situation import DEVICE, DISK, HOST, Situation
@@ -32,7 +32,8 @@ class Answer:
     tokens_per_s: of the whole job; None if it does not fit. busy_s: for which each resource works in a step.
     limit: the memory that the job does not fit into, else the resource that works longest.
     best_batch: the question with the batch of most tokens per second, and its outcome; None if none fits.
-    fastest: the settings and the batch of most tokens per second with AdamW's results; None if nothing fits.
+    fastest: the settings and the batch of most tokens per second with AdamW's results, or else with the first remedy;
+        None if nothing fits.
     levers: changes that would help, if it fits; else the remedies say with which it does.
     remedies_at_best: each remedy's question with the batch of most tokens per second, and its outcome.
     largest_parameters: of a model of the usual shape; 0 if not even the smallest fits, for smallest_lacks.
@@ -67,9 +68,9 @@ class Answer:
         self.busy_s = situation.busy_s(plan) if plan else {}
         self.limit = situation.lacking[0] if situation.lacking else max(self.busy_s, key=self.busy_s.__getitem__)
         self.best_batch = fastest_batch(question)
-        self.fastest: Fastest | None = fastest(question)
         self.levers = tuple(levers(question, self.best)) if situation.fits else ()
         self.remedies = tuple(remedies(situation))
+        self.fastest: Fastest | None = fastest_with(question, self.remedies)
         self.remedies_at_best = tuple(fastest_batch(each.situation.question) for each in self.remedies)
         self.largest_parameters = largest(question)
         self.smallest_lacks: list[str] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +13,7 @@ from perfmodel.planner.options import difference
 from perfmodel.planner.outcome import Outcome, adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.whatif import AUTO, STREAM, WORTHWHILE, most
+from perfmodel.planner.whatif import AUTO, MOST, STREAM, WORTHWHILE, Effect, Remedy, most
 
 _Choices = Sequence[tuple[dict[str, Any], dict[str, Any]]]
 
@@ -26,17 +28,23 @@ CHOICES: _Choices = (
 )
 """Settings that change no result, and the same without each."""
 ACCUMULATIONS = (2, 4, 8, 16, 32)
+SEARCHED = 64
+"""Subgroups with which settings are compared: with all of a large model planning would take a multiple of the time."""
 NEARLY_ALL = 0.97
 """A share of the compute alone above which more micro-batches gain little."""
 
 
 @dataclass(frozen=True)
 class Fastest:
-    """A question with the fastest of some settings, and its outcome. change: the options that were added."""
+    """A question with the fastest of some settings, and its outcome.
+
+    change: the options that were added. effect: what else they change, if nothing fits without.
+    """
 
     question: Question
     outcome: Outcome
     change: str
+    effect: Effect = Effect.NOTHING
 
     @property
     def tokens_per_s(self) -> float:
@@ -73,6 +81,7 @@ class Fastest:
         more = self.accumulating()
         return {
             "change": self.change,
+            "effect": self.effect.name.lower(),
             "batch": self.question.batch,
             "iteration_s": self.outcome.seconds,
             "tokens_per_s": self.tokens_per_s,
@@ -82,13 +91,14 @@ class Fastest:
         }
 
 
-def fastest_batch(question: Question) -> tuple[Question, Outcome] | None:
+@functools.lru_cache(16)
+def fastest_batch(question: Question, largest: int = MOST) -> tuple[Question, Outcome] | None:
     """The question with the batch that trains most tokens per second, and its outcome; None if none fits.
 
     Larger batches hide more of the update, and leave less memory for state. So it is looked for from the largest
-    batch that fits down, in steps of a quarter, for as long as that is faster.
+    batch that fits, and is no larger than `largest`, down, in steps of a quarter, for as long as that is faster.
     """
-    found, fastest, size = None, 0.0, most(question, "batch")
+    found, fastest, size = None, 0.0, most(question, "batch", largest)
     while size:
         asked = question.replace(batch=size)
         outcome = adaptive_outcome(Situation(asked))
@@ -105,30 +115,51 @@ def fastest(question: Question) -> Fastest | None:
 
     All are taken that the question permits. Then each is left out with which the job is not faster by more than
     WORTHWHILE, in two orders: checkpointing is slower than saved tensors on the host for some jobs, faster for others.
-    The settings that were asked for win if they are as fast.
+    The settings that were asked for win if they are as fast. Settings are compared with SEARCHED subgroups, and what
+    is returned is planned with the question's.
     """
+    coarse = question.replace(chosen_size=max(question.subgroup_size, math.ceil(question.state_numel / SEARCHED)))
     choices = _choices(question)
     allowed = [n for n, choice in enumerate(choices) if _with(question, [choice]) is not None]
 
-    @functools.cache
-    def found(taken: tuple[int, ...]) -> Fastest | None:
-        return _at_best(question, [choices[n] for n in taken])
+    def found(taken: Sequence[int], largest: int) -> Fastest | None:
+        return _at_best(coarse, [choices[n] for n in taken], largest)
 
     ways = [_fewest(found, allowed, order) for order in (allowed, [*allowed[1:], *allowed[:1]])]
-    as_asked = fastest_batch(question)  # may be faster than these by less than WORTHWHILE
-    if as_asked:
-        ways = [Fastest(*as_asked, difference(question, as_asked[0])), *ways]
-    return max(filter(None, ways), key=lambda each: each.tokens_per_s, default=None)
+    best = max(filter(None, ways), key=lambda each: each.tokens_per_s, default=None)
+    asked = [question]  # may be faster than the best by less than WORTHWHILE
+    if best:
+        asked.append(best.question.replace(chosen_size=question.chosen_size, batch=question.batch))
+    planned = filter(None, map(fastest_batch, asked))
+    return max(
+        (Fastest(*each, difference(question, each[0])) for each in planned),
+        key=lambda each: each.tokens_per_s,
+        default=None,
+    )
+
+
+def fastest_with(question: Question, remedies: Sequence[Remedy]) -> Fastest | None:
+    """The fastest settings; if nothing fits, those with the first remedy, which changes least."""
+    if found := fastest(question):
+        return found
+    for remedy in remedies[:1]:
+        if found := fastest(remedy.situation.question):
+            return dataclasses.replace(found, change=difference(question, found.question), effect=remedy.effect)
+    return None
 
 
 def _fewest(
-    found: Callable[[tuple[int, ...]], Fastest | None], taken: Sequence[int], order: Sequence[int]
+    found: Callable[[Sequence[int], int], Fastest | None], taken: Sequence[int], order: Sequence[int]
 ) -> Fastest | None:
-    """Leave out choices, in an order, that are not worthwhile; None if no part of them fits. found: at their best."""
-    result = best = found(tuple(taken))
+    """Leave out choices, in an order, that are not worthwhile; None if no part of them fits.
+
+    found: choices at their best batch up to a limit, which is twice the best before: with fewer ways to save memory
+    the best batch is no larger.
+    """
+    result = best = found(taken, MOST)
     for choice in (*order, *order):  # twice: one that was worthwhile may not be without another
         fewer = [each for each in taken if each != choice]
-        without = found(tuple(fewer)) if choice in taken else None
+        without = found(fewer, 2 * result.question.batch if result else MOST) if choice in taken else None
         if without is None or (best and without.tokens_per_s < (1 - WORTHWHILE) * best.tokens_per_s):
             continue
         taken, result = fewer, without
@@ -154,8 +185,8 @@ def _with(question: Question, taken: _Choices) -> Question | None:
         return None
 
 
-def _at_best(question: Question, taken: _Choices) -> Fastest | None:
-    """Return the question with these choices at its best batch; None if that does not fit."""
+def _at_best(question: Question, taken: _Choices, largest: int) -> Fastest | None:
+    """Return the question with these choices at its best batch up to the largest; None if that does not fit."""
     asked = _with(question, taken)
-    found = fastest_batch(asked) if asked else None
+    found = fastest_batch(asked, largest) if asked else None
     return found and Fastest(*found, difference(question, found[0]))

@@ -27,6 +27,8 @@ EFFECTS = {
     Effect.TRAINING: "; this changes the training, for a step then has another batch",
 }
 """Changes that a remedy makes besides memory and time."""
+NEEDS = {Effect.MACHINE: " on a larger host", Effect.DISK: " and a disk"}
+"""What the fastest settings need, if nothing fits without."""
 ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
 """Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
@@ -128,6 +130,7 @@ def _fastest(best: Fastest) -> Iterator[str]:
         share += f", {more[1]:.0%} with --accumulation {more[0]}"
     tokens = _tokens(asked, best.tokens_per_s)
     exact = "moments in 8 bits" if asked.state_format == INT8 else "AdamW's results"
+    exact += NEEDS.get(best.effect, "")
     yield f"Fastest with {exact}: {words}: {tokens}, {_batch(asked)} ({share})."
     where = ", with the model on the host" if asked.streams else ""
     yield f"In code{where}: {_code(asked)}."

@@ -146,8 +146,21 @@ def test_remedies_say_what_they_train(capsys: pytest.CaptureFixture[str]) -> Non
     assert re.search(r"--disk 1TB: .*; \d+ tokens/s, \d+ with --batch \d\.\n", shown)
 
 
+def test_where_nothing_fits_the_first_line_has_the_first_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    """And its options, behind those of the question, give what it says."""
+    line = "--params 3e9 --gpu 8GB --host 32GB --subgroup-size 400M"
+    answer, (first, _, third, *_) = typed(line), text(line, capsys).splitlines()
+    best, remedy = answer.fastest, answer.remedies[0]
+    assert best is not None
+    assert first.startswith("Fastest with AdamW's results on a larger host: ")
+    assert f": add {best.change}: {best.tokens_per_s:,.0f} tokens/s, " in first
+    assert "DOES NOT FIT" in third
+    assert asked(*line.split(), *best.change.split())[0] == best.question
+    assert best.tokens_per_s >= remedy.situation.question.step_tokens / remedy.outcome.seconds
+
+
 def test_nothing_is_said_where_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert answer("--params 70e9 --gpu 8GB --host 64GB")["fastest"] is None
+    assert answer("--params 1000e9 --machine h100 --host 512GB")["fastest"] is None
     shown = text("--params 1000e9 --machine h100 --host 512GB", capsys)
     assert "No setting makes it fit, not even with 4.0 TiB of host memory; several GPUs may hold it" in shown
 
