@@ -141,7 +141,7 @@ class Session:
                 self.waiting.hand_over()
                 if parts.on_device is not None:
                     self.ledger.stores.device.trim()
-            elif parts.on_device is not None and parts.on_device.wants_clean_forward:
+            elif self.waiting.edited or (parts.on_device is not None and parts.on_device.wants_clean_forward):
                 self.waiting.settle()
             self.waiting.wait_before_reads()
         except BaseException:

@@ -181,10 +181,10 @@ class Clipping:
         return token is not None and token.alive is gradient and self._factor(gradient) is None
 
     def about_to_add(self, record: ParameterRecord) -> None:
-        """Warn if an offloaded gradient was clipped, to which another micro-batch is about to be added."""
+        """Clip an offloaded gradient by its factor now, as another micro-batch is about to be added to it."""
         handle = self._offloaded.handle(record)
         if handle is not None and self._factor(handle) is not None:
-            self._warn()
+            self.apply(handle, self._offloaded.flat(record))
 
     def scales(
         self, members: Sequence[tuple[ParameterRecord, object]], parameters: Iterable[Tensor], scale: float

@@ -13,7 +13,8 @@ from dos.torch_internals.tensors import version_counter
 
 EDITED = (
     "user code wrote in place to gradients after step() ({}, the first of shape {}), as by p.grad.zero_(), while their "
-    "updates could still read them; call optimizer.synchronize() before, or optimizer.zero_grad() instead"
+    "updates could still read them; step() waits for its updates from now on: call optimizer.synchronize() before, or "
+    "optimizer.zero_grad() instead"
 )
 
 

@@ -1,4 +1,4 @@
-"""Watches the steps of all optimizers of the process, by which gradients that no step has used are noticed."""
+"""Watches the steps of all optimizers of the process: gradients that no step has used are noticed, or given back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import functools
 import weakref
 from typing import Any, Protocol
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from dos.gradients.zeroing import watched
 
 NOT_FOUND = (
     "an optimizer of type {} has made a step and found no gradient in p.grad of {} of its parameters, the first of "
@@ -38,7 +44,18 @@ def watch_steps(watcher: Watcher) -> None:
 
 @functools.cache
 def _hook() -> None:
+    register_optimizer_step_pre_hook(_give_back)
     register_optimizer_step_post_hook(_stepped)
+
+
+def _give_back(optimizer: Optimizer, *_: Any) -> None:
+    """Give an optimizer that is not ours the offloaded gradients of parameters that it has from one of ours."""
+    sessions = [session for session in list(watched) if session.registry.offloaded.records]
+    # Ours take these in their step, and reading their groups would wait for their updates.
+    if sessions and not hasattr(optimizer, "edit_gradients"):
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is None}
+        for session in sessions:
+            session.taking.give_back(wanted)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:

@@ -119,7 +119,8 @@ class Taking:
                 values = record.shaped(flat.to(offloaded.dtype(record), copy=True)).to(local(parameter).device)
                 gradient = laid_out_as(values, parameter)
                 offloaded.forget([record])
-                self._registry.watching.watch(parameter, wanted=False)
+                if record.leaf is parameter:  # else backward goes on to write the gradient of the copy
+                    self._registry.watching.watch(parameter, wanted=False)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def offload_the_rest(self) -> None:

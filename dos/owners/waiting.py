@@ -35,13 +35,15 @@ class Waiting:
 
     `settle` waits for all updates, and raises the first failure of any thread; `end_last_step` for those of the last
     step, unless the device queues it; `finish_parameters` orders the caller behind the updates of some parameters.
+
+    edited: whether user code has written to gradients that updates still read, so that each step waits for its updates.
     """
 
     def __init__(self, assembly: Assembly) -> None:
         self.guard, self._lock = assembly.guard, assembly.guard.lock
         self._assembly, self._registry, self._ledger = assembly, assembly.registry, assembly.ledger
         self._late_edits = LateEdits()
-        self._warned_of_edits = False
+        self.edited = False
 
     def capturing(self) -> bool:
         """Return whether the present work is being captured in a CUDA graph, whose replays run no hooks. For hooks."""
@@ -132,8 +134,8 @@ class Waiting:
     def written(self, records: Collection[ParameterRecord]) -> None:
         """Note that user code comes behind the updates of these records from now on."""
         edited = self._late_edits.ended(records) if self._late_edits.read else ()
-        if edited and not self._warned_of_edits:
-            self._warned_of_edits = True
+        if edited and not self.edited:
+            self.edited = True
             warn(EDITED.format(len(edited), tuple(edited[0].parameter.shape)))
         self._registry.written(records)
 

@@ -119,7 +119,9 @@ class Watching:
         if not wanted or parameter in self._watched:
             return
         earlier = _last.get(id(parameter))
-        if earlier is not None and earlier._takes and parameter in earlier._watched:
+        # Where its weights stream it goes on: it alone can get the gradients of copies.
+        streams = earlier is not None and parameter in earlier._leaves
+        if earlier is not None and earlier._takes and parameter in earlier._watched and not streams:
             earlier._watched[parameter].remove()
         for other in {earlier, *earlier._sharing} - {self} if earlier is not None else ():
             other._sharing.add(self)

@@ -83,7 +83,9 @@ def check_optimizer(module: nn.Module, block: Block, watcher: Any) -> None:
     trained = next((m.parameter for m in block.members if m.trained), None)
     if trained is None or not (module.training and torch.is_grad_enabled()):
         return
-    if watcher is None or latest_watcher(trained) not in (None, watcher):
+    other = watcher is None or latest_watcher(trained) not in (None, watcher)
+    # Not where user code has moved the weight to another optimizer, which is given its gradients.
+    if other and (watcher is None or any(p is trained for p in watcher.assembly.parameters)):
         raise RuntimeError(
             "the weights of this model stream for an optimizer that was deleted or replaced, which alone gets "
             "their gradients; call attach(model, weights=...) of the new optimizer, before any of its steps, or "

@@ -122,7 +122,10 @@ def test_zeroing_by_the_model_waits_for_no_update(weights: Any) -> None:
 
 
 def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> None:
-    """Where code has kept parameters: to read them from the module, or zeroing by torch's methods, waits."""
+    """Where code has kept parameters: to read them from the module, or zeroing by torch's methods, waits.
+
+    Steps after such an edit wait for their updates.
+    """
 
     def zero(parameters: Iterable[Tensor]) -> None:
         with allowed():
@@ -137,7 +140,7 @@ def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> N
         "dropped": lambda *_: [setattr(p, "grad", None) for p in kept],
         "kept": lambda *_: zero(kept),
     }
-    told = {}
+    told, waits = {}, {}
     for name, way in ways.items():
         model, optimizer, _ = attached_after_a_step()
         kept = list(session_of(optimizer).assembly.parameters)
@@ -147,9 +150,11 @@ def test_gradients_that_are_edited_while_an_update_reads_them_are_told_of() -> N
             for step in range(2):  # gradients that are kept are added to
                 loss_of(model, step).backward()
                 optimizer.step()
+            waits[name] = not session_of(optimizer).ledger.unfinished
             optimizer.synchronize()
         told[name] = sum("wrote in place to gradients after step()" in str(each.message) for each in caught)
     assert told == dict.fromkeys(ways, 0) | {"kept": 1}
+    assert waits == {name: bool(count) for name, count in told.items()}
 
 
 def gan(make: Any, drop: Callable[[nn.Module], None]) -> list[bytes]:

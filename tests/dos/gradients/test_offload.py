@@ -22,6 +22,7 @@ from dos.devices import Copy
 from dos.gradients import offload
 from dos.step.transit import Transits
 from perfmodel import Op
+from tests.support.blocks import loss, net, start
 from tests.support.inside import session_of
 from tests.support.training import FAST, assert_close_ulp, backward, batch, bits, mlp, on, profile, train
 
@@ -112,6 +113,32 @@ def test_torch_clips_offloaded_gradients(norm_type: float | str) -> None:
     assert_close_ulp(found[True][1], found[False][1], ulps=512)
 
 
+def gradients_of(optimizer: DOSAdam) -> list[torch.Tensor]:
+    """Copies of the gradients that the next step would use."""
+    found = []
+
+    def keep(_: object, gradient: torch.Tensor) -> torch.Tensor:
+        found.append(gradient.clone())
+        return gradient
+
+    optimizer.edit_gradients(keep)
+    return found
+
+
+@pytest.mark.parametrize("weights", [None, 0])
+def test_what_is_clipped_before_another_micro_batch_is_added_stays_clipped(weights: int | None) -> None:
+    model = net(torch.float32)
+    optimizer = start(model, weights)
+    loss(model, 1).backward()
+    second = gradients_of(optimizer)
+    optimizer.zero_grad()
+    loss(model, 0).backward()
+    first = gradients_of(optimizer)
+    factor = 0.01 / (nn.utils.clip_grad_norm_(model.parameters(), 0.01) + 1e-6)
+    loss(model, 1).backward()
+    assert bits(gradients_of(optimizer)) == bits([a * factor + b for a, b in zip(first, second, strict=True)])
+
+
 def test_torch_clipping_of_what_is_not_finite() -> None:
     ends = []
     for make in (offloading, lambda model: torch.optim.AdamW(model.parameters())):
@@ -194,6 +221,36 @@ def test_an_optimizer_built_later_that_leaves_gradients_gets_its_own() -> None:
             optimizers[number % 2].zero_grad()
             backward(model, number)
             optimizers[number % 2].step()
+        found.append(bits(model.parameters()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("weights", [None, 0, 2])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", [DOSAdam, torch.optim.AdamW])
+def test_weights_that_user_code_moves_to_another_optimizer_train_on(
+    kind: type[torch.optim.Optimizer], first: bool, weights: int | None
+) -> None:
+    """A weight that streams gives its gradients to a copy, which only the first optimizer knows."""
+    found = []
+    for offloads in (True, False):
+        model = net(torch.float32)
+        optimizer = start(model, weights) if offloads else DOSAdam(model.parameters(), lr=1e-2)
+        optimizers: list[Any] = [optimizer]
+        for step in range(6):
+            if step == 2:
+                optimizer.synchronize()
+                group, block = optimizer.param_groups[0], model.blocks[1]
+                moved = [block.out.bias, *model.blocks[2].parameters()]
+                group["params"] = [p for p in group["params"] if all(p is not each for each in moved)]
+                optimizers.insert(0 if first else 1, kind(moved, lr=1e-2))
+            for micro in range(2):
+                loss(model, 2 * step + micro).backward()
+            for each in optimizers:
+                each.step()
+                optimizer.synchronize()  # parameters of the other one are read without their module
+            for each in optimizers:
+                each.zero_grad()
         found.append(bits(model.parameters()))
     assert found[0] == found[1]
 
