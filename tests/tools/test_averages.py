@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dos import DOSAdam
-from tests.support.training import SLOW, Make, assert_close_ulp, loss_of, maker, mlp
+from tests.support.training import SLOW, Make, assert_close_ulp, loss_of, maker, mlp, train
 
 
 def with_diffusers(model: nn.Module, _: Any) -> tuple[Callable[[], None], list[Tensor]]:
@@ -47,9 +47,7 @@ def test_an_average_is_that_of_adamw(averaged: Callable[[nn.Module, Any], Any]) 
             optimizer.attach(model)
         update, averages = averaged(model, optimizer)
         for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=step)
             update()
         ends.append(averages)
     assert_close_ulp(*ends, 256)
@@ -95,9 +93,7 @@ def test_an_average_is_evaluated_and_then_trained_on(kind: type[Diffusers], plac
         model = mlp()
         optimizer, average = make(model.parameters()), kind(model)
         for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=step)
             average.update()
             with average.in_place(), torch.no_grad():
                 loss_of(model, step)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dos import DOSAdam, EmulatedDevice
 from dos.gradients.departures import Departures
 from tests.support.changes import in_other_memory, in_other_strides, negated, written
-from tests.support.training import FAST, everything, loss_of, mlp
+from tests.support.training import FAST, everything, mlp, train
 
 
 def replaced(p: Tensor) -> None:
@@ -40,9 +40,7 @@ def test_what_changes_while_a_gradient_waits_is_trained_on(change: Any) -> None:
         for step in range(6):
             if step == 3:
                 first.register_hook(lambda _: change(last))
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first_step=step)
         return everything(model, optimizer)
 
     assert everything_after("cpu") == everything_after("resident")

@@ -19,7 +19,7 @@ from dos.torch_internals.live_objects import parameters_of_all_modules
 from tests.support.disk import bytes_on_disk
 from tests.support.inside import session_of
 from tests.support.races import allowed
-from tests.support.training import SLOW, assert_close_ulp, batch, bits, loss_of, maker, mlp, profile, train
+from tests.support.training import SLOW, assert_close_ulp, batch, bits, maker, mlp, profile, train
 
 Read = Callable[[Any, Any], Iterable[Tensor]]
 """Reads parameters of a model with its optimizer."""
@@ -229,8 +229,7 @@ def test_a_model_with_a_scripted_part_is_trained_as_by_adamw() -> None:
         optimizer = make(model.parameters())
         assert {id(p) for p in model.parameters()} <= {id(p) for p in parameters_of_all_modules()}
         for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=step)
             model.zero_grad()
         if isinstance(optimizer, DOSAdam):
             optimizer.synchronize()
@@ -247,9 +246,7 @@ def test_an_average_is_that_of_the_values_after_each_step() -> None:
             optimizer.attach(model)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
         for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=step)
             average.update_parameters(model)
         ends.append(list(average.module.parameters()))
     assert_close_ulp(*ends, 256)
@@ -337,8 +334,7 @@ def test_two_optimizers_of_one_model_wait_each_for_its_own() -> None:
     for each in (one, other):
         each.attach(model)
     for step in range(2):
-        loss_of(model, step).backward()
-        one.step()
+        train(model, one, 1, first_step=step)
         other.step()
     assert session_of(one).ledger.unfinished
     assert session_of(other).ledger.unfinished

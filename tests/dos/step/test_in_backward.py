@@ -33,7 +33,7 @@ from tests.support.crossings import crossed
 from tests.support.disk import TWO_WINDOWS, bytes_on_disk, dos_adam, wide
 from tests.support.fake_cuda import FakeCudaDevice, install
 from tests.support.inside import in_backward
-from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp
+from tests.support.training import FAST, SLOW, Raises, bits, everything, loss_of, maker, mlp, train
 
 pytestmark = [
     pytest.mark.usefixtures("one_kernel_thread"),
@@ -118,9 +118,7 @@ def check_changes_are_trained_on(place: Any, change: Callable[[Tensor], None], *
         for step in range(after + 2):
             if step == after:
                 first.register_hook(lambda _: change(last))
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first_step=step)
         return everything(model, optimizer)
 
     assert everything_after("backward") == everything_after("step")
@@ -165,9 +163,7 @@ def test_what_changes_between_steps_is_seen_where_all_of_a_subgroup_are_asked_at
         model = mlp(torch.float16)
         optimizer = attached(model, updates, place, subgroup_size=10**6)
         for step in range(8):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first_step=step)
             if step in (4, 5):
                 optimizer.synchronize()
                 change(model[3].weight, optimizer, step)
@@ -184,9 +180,7 @@ def test_a_parameter_that_has_taken_fewer_steps_than_others_of_its_subgroup(plac
         *_, last = model.parameters()
         for step in range(7):
             last.requires_grad_(step != 2)
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first_step=step)
         return everything(model, optimizer)
 
     assert everything_after("backward") == everything_after("step")
@@ -196,9 +190,7 @@ def test_a_parameter_that_has_taken_fewer_steps_than_others_of_its_subgroup(plac
 def test_a_gradient_that_is_replaced_after_a_part_of_it_was_used_raises(place: Any) -> None:
     model = mlp(width=40)
     optimizer = attached(model, place=place)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 3)
     *others, last = model.parameters()  # of the last, one subgroup lies in the next parameter, too
 
     def edit(_: Tensor) -> None:
@@ -247,8 +239,7 @@ def test_streamed_subgroups_are_queued_in_the_order_that_was_simulated(
         parts.clear()
         if step == 2 and frozen is not None:
             layers[frozen].requires_grad_(False)
-        loss_of(model, step).backward()
-        optimizer.step()
+        train(model, optimizer, 1, first_step=step)
     assert [i for part in parts for i in part] == [i for i in order if i != frozen]
 
 
@@ -269,10 +260,7 @@ def test_state_on_disk_is_updated_in_step_and_state_at_home_in_backward(
         model = wide()
         optimizer = dos_adam(model.parameters(), disk, policy=policy, host_memory=2 * TWO_WINDOWS)
         optimizer.attach(model, updates=updates)
-        for step in range(5):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, 5)
         ends.append(everything(model, optimizer))
     assert ends[0] == ends[1]
     assert bytes_on_disk(tmp_path) > 0
@@ -286,9 +274,7 @@ def test_writes_to_views_of_state_on_disk_raise_before_backward_updates_anything
     model = wide()
     optimizer = dos_adam(model.parameters(), tmp_path, host_memory=2 * TWO_WINDOWS)
     optimizer.attach(model, updates="backward")
-    for step in range(2):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 2)
     for entry in optimizer.state.values():
         entry["exp_avg"].add_(1.0)
     before = bits(model.parameters())
@@ -301,8 +287,7 @@ def test_writes_to_views_of_state_on_disk_raise_before_backward_updates_anything
 def test_a_backward_updates_and_step_ends_it(place: Any) -> None:
     model = mlp()
     optimizer = attached(model, place=place)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     before = bits(model.parameters())
     loss_of(model, 1).backward()
     with pytest.warns(UserWarning, match="comes too late"):
@@ -405,9 +390,7 @@ def test_a_use_that_no_backward_before_had_is_refused(place: Any, offload: bool)
     ):
         model = Parts(before)
         optimizer = attached(model, place=place, offload_gradients=offload)
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
+        train(model, optimizer, 3)
         model.kind = kind
         with pytest.raises(RuntimeError, match=message):
             loss_of(model, 3).backward()
@@ -492,8 +475,7 @@ def test_a_weight_that_backward_reads_later_without_its_gradient_raises_as_in_au
 
     model = Detached()
     optimizer = attached(model, place="resident")  # whose kernels raise no version
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss_of(model, 1).backward()
     with pytest.raises(RuntimeError, match="step 1 was the last complete one"):
@@ -503,9 +485,7 @@ def test_a_weight_that_backward_reads_later_without_its_gradient_raises_as_in_au
 def test_a_backward_before_step_is_refused_with_nothing_changed() -> None:
     model = mlp()
     optimizer = attached(model)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 3)
     loss_of(model, 3).backward()
     before = bits(model.parameters())
     for context in (contextlib.nullcontext(), optimizer.no_update()):
@@ -513,8 +493,7 @@ def test_a_backward_before_step_is_refused_with_nothing_changed() -> None:
             loss_of(model, 4).backward()
     optimizer.step()
     assert bits(model.parameters()) == before
-    loss_of(model, 4).backward()
-    optimizer.step()
+    train(model, optimizer, 1, first_step=4)
 
 
 def test_what_another_loss_does() -> None:
@@ -580,8 +559,7 @@ def test_settings_are_those_when_backward_begins() -> None:
         optimizer = attached(model, updates)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         for step in range(4):
-            loss_of(model, step).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=step)
             scheduler.step()
             optimizer.zero_grad()
         found.append(everything(model, optimizer))
@@ -634,8 +612,7 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     model = mlp()
     optimizer = attached(model)
     if not first:
-        loss_of(model, 0).backward()
-        optimizer.step()
+        train(model, optimizer, 1)
     before = bits(model.parameters())
     loss_of(model, 1).backward()
     with pytest.raises(RuntimeError, match=message):
@@ -694,9 +671,7 @@ def test_a_norm_that_is_only_asked_for_is_unknown() -> None:
     twin = mlp()
     plain = attached(twin, "step")
     for step in range(2):
-        plain.zero_grad()
-        loss_of(twin, step).backward()
-        plain.step()
+        train(twin, plain, 1, first_step=step)
     assert everything(model, optimizer) == everything(twin, plain)
 
 
@@ -767,8 +742,7 @@ def test_gradients_that_are_refused() -> None:
 def test_state_is_not_read_between_backward_and_step() -> None:
     model = mlp()
     optimizer = attached(model)
-    loss_of(model, 0).backward()
-    optimizer.step()
+    train(model, optimizer, 1)
     saved = copy.deepcopy(optimizer.state_dict())
     loss_of(model, 1).backward()
     for read in (optimizer.state_dict, lambda: optimizer.load_state_dict(saved)):
@@ -792,9 +766,7 @@ def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: An
 
     model = Raising()
     optimizer = attached(model, place=place, subgroup_size=25, offload_gradients=offload)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 3)
     for raises in ("first", "midst"):
         model.raises = raises
         before = bits(model.parameters())
@@ -804,8 +776,7 @@ def test_a_backward_that_raises_breaks_the_optimizer_if_it_has_updated(place: An
             assert bits(model.parameters()) == before
             optimizer.zero_grad()
             model.raises = ""
-            loss_of(model, 3).backward()
-            optimizer.step()
+            train(model, optimizer, 1, first_step=3)
     with pytest.raises(RuntimeError, match="step 4 was the last complete one"):
         optimizer.step()
     optimizer.synchronize()
@@ -854,9 +825,7 @@ def test_what_backward_expects_is_worked_out_again_only_where_it_has_changed(mon
                 first.append(second.pop())
             if step == 8:
                 model[0].weight.requires_grad_(False)
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train(model, optimizer, 1, first_step=step)
         found.append(everything(model, optimizer))
     assert found[0] == found[1]
     assert made == [1, 6, 9]
@@ -866,9 +835,7 @@ def test_what_backward_expects_is_worked_out_again_only_where_it_has_changed(mon
 def test_a_model_that_is_updated_in_part_is_not_used(offload: bool) -> None:
     model = mlp()
     optimizer = attached(model, "backward", "cpu", subgroup_size=25, offload_gradients=offload)
-    for step in range(2):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 2)
     optimizer.synchronize()
     with torch.no_grad():
         model[0].weight.mul_(1.5)  # step() has to look at it
@@ -888,10 +855,7 @@ def test_activations_and_memory() -> None:
         model = mlp()
         optimizer = maker("adaptive", machine=SLOW)(model.parameters())
         optimizer.attach(model, activations=1.0, updates=updates)
-        for step in range(5):
-            loss_of(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, 5)
         found.append(everything(model, optimizer))
     assert found[0] == found[1]
     assert optimizer.plan() is not None
@@ -1010,9 +974,7 @@ def test_switching_back_to_updates_in_step() -> None:
         if step == 3:
             optimizer.attach(model)
         for each, own in ((model, optimizer), (twin, plain)):
-            loss_of(each, step).backward()
-            own.step()
-            own.zero_grad()
+            train(each, own, 1, first_step=step)
     assert everything(model, optimizer) == everything(twin, plain)
 
 
@@ -1039,9 +1001,7 @@ def test_a_fork_between_backward_and_step() -> None:
 def test_ctrl_c_in_backward_leaves_half_a_step_that_is_known() -> None:
     model = mlp()
     optimizer = attached(model, subgroup_size=25)
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
+    train(model, optimizer, 3)
     handle = model[0].weight.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         loss_of(model, 3).backward()
@@ -1067,9 +1027,7 @@ def test_backwards_of_another_thread_make_updates_wait_for_step() -> None:
             beside.start()
             assert inside.wait(WAIT_S)
         for each, own in ((model, optimizer), (twin, plain)):
-            loss_of(each, step).backward()
-            own.step()
-            own.zero_grad()
+            train(each, own, 1, first_step=step)
         if step == 2:
             leave.set()
             beside.join()

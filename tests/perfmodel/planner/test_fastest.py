@@ -115,7 +115,7 @@ def test_a_batch_is_written_to_the_last_sequence() -> None:
 
 def test_nothing_is_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
     """Where only the batch is changed, its rate stands in the first line alone; and no change both mends and helps."""
-    line = "--params 7e9 --machine h200"
+    line = "--params 7e9 --machine h200 --subgroup-size 200M"
     shown = text(line, capsys)
     assert shown.count(f"{typed(line).fastest.tokens_per_s:,.0f} tokens/s") == 1
     assert "7B parameters in bf16, h200_node: fits; the first line's batch is the best that fits (" in shown
