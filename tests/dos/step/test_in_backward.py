@@ -620,8 +620,7 @@ def test_what_comes_too_late_is_refused(how: str, message: str, first: bool) -> 
     assert not first or bits(model.parameters()) == before
 
 
-@pytest.mark.parametrize("updates", ["step", "backward"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "updates"), crossed(PLACES, ["step", "backward"]))
 def test_an_optimizer_that_was_replaced_and_lives_on_updates_nothing(place: Any, updates: str) -> None:
     found = []
     for lives in (True, False):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from dos import DOSAdam
 from dos.weights.backward import BackwardHooks
 from tests.support.blocks import RUNS, inputs, loss, net, recomputed, start, train
+from tests.support.crossings import crossed
 from tests.support.devices import Watched, synchronize_devices
 from tests.support.inside import StoppedError, session_of
 from tests.support.training import bits, everything
@@ -234,8 +235,7 @@ def swap(model: nn.Module, references: list[Tensor], by: float) -> None:
         p.data.mul_(1 + by)
 
 
-@pytest.mark.parametrize("weights", [0, 1, 2, "auto"])
-@pytest.mark.parametrize("write", [perturb, swap])
+@pytest.mark.parametrize(("write", "weights"), crossed([perturb, swap], [0, 1, 2, "auto"]))
 def test_weights_that_are_written_between_calls_of_a_method(write: Callable[..., None], weights: Any) -> None:
     """Copies that one call, or its backward, has left are not what the next one uses."""
 
