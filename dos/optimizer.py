@@ -181,7 +181,7 @@ class DOSAdam(Optimizer):
         self._process_groups = checked_groups(process_groups)
         self._set_up(options, device)
         super().__init__(params, defaults)
-        self._session.assembly.reconciler.seen = False  # only torch's constructor has read the state, no user code
+        self._session.assembly.reconciler.state.read = False  # only torch's constructor has made it, no user code
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -118,7 +118,7 @@ class Finals:
             return None
         if record.stand_in or record.written_late or record.fresh:
             return None
-        if reconciler.seen and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
+        if reconciler.state.read and not record.intact(dict.get(reconciler.state, record.parameter) or {}):
             return None
         setting = self._setting_of(self.expected[id(record.parameter)].group, record.count)
         own = record.arena.whole_masters and record.master_written
@@ -139,8 +139,8 @@ class Finals:
 
     def _columns(self, awaiting: Awaiting) -> Columns | None:
         """Return all gradients of a subgroup as an update takes them, asked at once; None: look at each."""
-        look, state = awaiting.look, self._reconciler.state if self._reconciler.seen else None
-        found = None if look is None else look.take(self.given, state)
+        look, state = awaiting.look, self._reconciler.state
+        found = None if look is None else look.take(self.given, state if state.read else None)
         if look is None or found is None:
             return None
         setting, written = self._setting_of(look.group, look.records[0].count), look.masters_written()

@@ -61,8 +61,6 @@ class State:
             homes.show(record.views.values(), [subgroup for subgroup, _ in self._registry.places[record]])
         for record in records.values():
             record.write_step()
-        # From now on user code may change entries whenever it likes, so that each step compares them.
-        self._assembly.reconciler.seen = True
 
     def check_whole(self) -> None:
         """Raise RuntimeError if state is in part of the next step."""
@@ -71,5 +69,4 @@ class State:
 
     def install(self, state: Mapping[Tensor, Any]) -> None:
         """Install this state as the optimizer's; user code may keep references to it."""
-        reconciler, keys = self._assembly.reconciler, self._assembly.options.rule.keys
-        reconciler.state, reconciler.seen = LiveState(state, self.settle_state, keys), True
+        self._assembly.reconciler.state = LiveState(state, self.settle_state, self._assembly.options.rule.keys)

@@ -18,6 +18,8 @@ class LiveState(defaultdict[Tensor, Any]):
     torch.distributed.checkpoint and trainers read them often. If that moved state home, code that only looks would move
     all residents in each iteration, and raise MemoryError where the host has no memory for them.
     The optimizer itself, which knows which state is settled, calls methods of `dict`: `dict.get(state, parameter)`.
+
+    read: whether user code may have an entry, and so change it whenever it likes: each step then compares entries.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class LiveState(defaultdict[Tensor, Any]):
         its object is not kept alive. keys: all names that entries may have beside the step.
         """
         super().__init__(dict, entries)
+        self.read = True  # by those who made the entries
         self._keys = keys
         # Weak: the session refers to this mapping, and a cycle would leave state to the garbage collector.
         self._before = weakref.WeakMethod(before)
@@ -37,6 +40,7 @@ class LiveState(defaultdict[Tensor, Any]):
         before = self._before()
         if before is not None:
             before(keys)
+        self.read = True
 
     def __getitem__(self, key: Tensor) -> Any:
         self._settle([key])

@@ -40,11 +40,10 @@ class Reconciler:
 
     A record that is fresh and has an entry is of a first step that has not been counted.
 
-    state: the optimizer's entries. seen: whether user code has read an entry, and so may change entries at any time.
+    state: the optimizer's entries.
     """
 
     state: LiveState
-    seen: bool
 
     def __init__(self, registry: Registry, rule: Rule) -> None:
         self._registry = registry
@@ -59,7 +58,7 @@ class Reconciler:
 
         Raises before anything is changed if a parameter, a gradient, a setting or a state cannot be used.
         """
-        records, known, state, seen = self._registry.records, 0, self.state, self.seen
+        records, known, state, seen = self._registry.records, 0, self.state, self.state.read
         away: Collection[ParameterRecord] = ()
         if self._registry.offloaded.enabled:
             self._registry.offloaded.check()
@@ -188,7 +187,7 @@ class Reconciler:
             record.fresh = False
         for record, _ in active.members:
             record.count += 1
-        if self.seen and active.members:
+        if self.state.read and active.members:
             add_to_all([record.step for record, _ in active.members], 1)
             for record, _ in active.members:
                 record.saw_step()
@@ -227,7 +226,7 @@ class Reconciler:
         self._make_homes(fresh)
         for record in fresh:
             record.fresh = False
-        self.seen = True
+        self.state.read = True
 
     def _make_homes(self, records: Iterable[ParameterRecord]) -> None:
         """Reserve the homes of the state of these records."""

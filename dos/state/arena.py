@@ -188,7 +188,7 @@ class Arena:
         if self.device is None:
             return torch.zeros(self.numel // field.block, dtype=dtype, device="cpu")
         if self.tier is Tier.HOST:
-            self.homes.append(HostTensor(self.numel, dtype, self.device, self._part, field.block, exposed=True))
+            self.homes.append(HostTensor(self.numel, dtype, self.device, self._part, field.block))
             return self.homes[-1].tensor
         self._buffers.append(self.device.allocate(self.numel // field.block * dtype.itemsize))
         return self._buffers[-1].zero_().view(dtype)

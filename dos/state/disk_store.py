@@ -34,7 +34,6 @@ class DiskStore:
         self._device = device
         self._host = host
         self._extents: weakref.WeakKeyDictionary[Subgroup, Extent] = weakref.WeakKeyDictionary()
-        self._mapped: weakref.WeakSet[Subgroup] = weakref.WeakSet()
         self.renew()
 
     def renew(self) -> None:
@@ -60,7 +59,6 @@ class DiskStore:
         return []
 
     def drop(self, subgroup: Subgroup) -> None:
-        self.hide(subgroup)
         self.space.release(self._extents.pop(subgroup))
 
     def drop_empty(self) -> None:
@@ -106,7 +104,6 @@ class DiskStore:
         for tensor in subgroup.state.tensors():
             self.space.expose(extent, start, tensor.nbytes, tensor.data_ptr(), writable=writable)
             start += aligned(tensor.nbytes, PAGE)
-        self._mapped.add(subgroup)
 
     def shows(self, subgroup: Subgroup) -> bool:
         """Return whether user code has views of the state, and may not write to them."""
@@ -114,10 +111,8 @@ class DiskStore:
 
     def hide(self, subgroup: Subgroup) -> None:
         """Map zeros over the addresses of its home again, if the state is mapped there."""
-        if subgroup in self._mapped:
-            self._mapped.discard(subgroup)
-            for tensor in subgroup.state.tensors():
-                self.space.hide(tensor.data_ptr(), aligned(tensor.nbytes, PAGE))
+        if subgroup in self._extents:
+            self.space.hide(self._extents[subgroup])
 
     def _queue(
         self,

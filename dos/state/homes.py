@@ -105,9 +105,10 @@ class Homes:
 
         Raises OSError, and DiskError for state on disk that another program has changed.
         """
-        # User code copies views that span parts, and CUDA refuses a copy across the border of two pinned regions.
-        self.host.join_homes()
         subgroups = list(subgroups)
+        # User code copies views that span parts, and CUDA refuses a copy across the border of two pinned regions.
+        for tensor in dict.fromkeys(home for subgroup in subgroups for home in subgroup.arena.homes):
+            tensor.join()
         self.exposed.update(subgroups)
         self._map(subgroups, writable=False)
 

@@ -37,8 +37,6 @@ class HostStore:
         self.windows = Windows()
         self._tensors: weakref.WeakSet[HostTensor] = weakref.WeakSet()
         self._whole: weakref.WeakSet[HostTensor] = weakref.WeakSet()
-        self._apart: weakref.WeakSet[HostTensor] = weakref.WeakSet()
-        """State of which parts were pinned since it was last exposed."""
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +167,6 @@ class HostStore:
         tensor.make(0, len(tensor.tensor), whole=True)
         self._tensors.add(tensor)
 
-    def join_homes(self) -> None:
-        """Pin neighbouring parts as one, because user code copies views that span them. No step may be in flight."""
-        # A copy that spans two pinned regions is refused by CUDA, and user code does not know their borders.
-        while self._apart:
-            self._apart.pop().join()
-
     def _check(self, nbytes: int, *, mapped: bool = True) -> None:
         if nbytes > self._left:
             remedies = "" if self.spills else "disk= with a folder for state, "
@@ -187,7 +179,8 @@ class HostStore:
 
     def make(self, wanted: Iterable[tuple[HostTensor, Subgroup]]) -> None:
         """Allocate the parts of these tensors that belong to these subgroups. Raises as `reserve`."""
-        missing = {(t, *t.part(s.start, s.stop)): None for t, s in wanted if not (t.whole or t.has(s.start, s.stop))}
+        absent = ((t, s) for t, s in wanted if not (t.whole or t.has(s.start, s.stop)))
+        missing = {(t, *t.part(s.start, s.stop)): t not in s.arena.homes for t, s in absent}
         if missing:
             total = sum((last - first) * t.tensor.itemsize for t, first, last in missing)
             self._check(total)
@@ -196,13 +189,11 @@ class HostStore:
                 tensor.allow_huge_pages(first, last)
             done = 0
             with Pinning(total) as pinning:
-                for tensor, first, last in missing:
+                for (tensor, first, last), movable in missing.items():
                     pinning.at(done)
-                    tensor.make(first, last, whole=self.limit is None)
+                    tensor.make(first, last, whole=movable and self.limit is None)
                     done += (last - first) * tensor.tensor.itemsize
                     self._tensors.add(tensor)
-                    if tensor.exposed:
-                        self._apart.add(tensor)
             for tensor, first, last in reversed(missing):  # no copy uses these yet
                 if not excess():
                     break

@@ -15,12 +15,9 @@ class HostTensor:
 
     nbytes: the bytes that are allocated. pinned_bytes: of them, those that a CUDA runtime has pinned.
     whole: whether all of it is allocated.
-    exposed: whether user code gets views of it.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1, *, exposed: bool = False
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device, part: int, block: int = 1) -> None:
         """Map the addresses of `numel` parameters, without memory.
 
         part: parameters of each part but the last one. Parts that share pages are allocated all together.
@@ -29,7 +26,6 @@ class HostTensor:
         self.tensor = lazy_zeros(numel // block, dtype, in_parts=True)
         self.nbytes = self.pinned_bytes = 0
         self.whole = not self.tensor.nbytes
-        self.exposed = exposed
         self._device = device
         self._block = block
         self._parted = part // block * dtype.itemsize % mmap.PAGESIZE == 0
@@ -57,13 +53,14 @@ class HostTensor:
     def make(self, first: int, last: int, *, whole: bool = False) -> None:
         """Allocate and pin the memory of a part.
 
-        whole: whether all may be allocated at once, in other memory, where the device does not pin this.
+        whole: whether all may be allocated at once, in other memory, where the device does not pin this, because no
+            views of it are kept.
         """
         if self._allocated:
             return
         made = self.tensor[first:last]
         is_pinned = self._device.pin(made)
-        if whole and not (is_pinned or self._made or self.exposed) and self._allocate():
+        if whole and not (is_pinned or self._made) and self._allocate():
             return
         self._made.add((first, last))
         self.pinned_bytes += pinned_bytes(made)

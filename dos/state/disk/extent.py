@@ -34,7 +34,7 @@ class Extent:
     """Room on disk of one subgroup's state.
 
     nbytes: a multiple of PAGE. requests: the pieces in which it is read and written. checksums: of the requests that
-        were written.
+        were written. mapped: bytes of it that are mapped, by address.
     """
 
     def __init__(self, pieces: Sequence[Piece], request_bytes: int) -> None:
@@ -50,6 +50,7 @@ class Extent:
         self.requests = [request for _, request in sorted(requests, key=lambda each: each[0])]
         self.contents = Contents.ZEROS
         self.checksums: list[int] = []
+        self.mapped: dict[int, int] = {}
 
     def check_whole(self) -> None:
         """Raise DiskError if a write of the extent has not ended."""

@@ -94,8 +94,9 @@ class DiskSpace:
         return extents
 
     def release(self, extent: Extent) -> None:
-        """Release an extent for use by others. It must not be used any more."""
+        """Release an extent for use by others, and hide it. It must not be used any more."""
         self._check_process()
+        self.hide(extent)
         self.nbytes -= extent.nbytes
         for file, offset, nbytes, _ in extent.pieces:
             file.release(offset, nbytes)
@@ -147,6 +148,7 @@ class DiskSpace:
         elif extent.contents is not Contents.OPEN:
             extent.contents = Contents.SHOWN
         stop = start - -nbytes // PAGE * PAGE
+        extent.mapped[address] = nbytes
         for file, offset, length, first in extent.pieces:
             begin, end = max(start, first), min(stop, first + length)
             if begin < end:
@@ -158,9 +160,11 @@ class DiskSpace:
             for file in {piece.file for piece in extent.pieces}:
                 file.sync_mappings()
 
-    def hide(self, address: int, nbytes: int) -> None:
-        """Map zeros over the memory at this address, as before `expose`. Raises OSError."""
-        map_memory(address, nbytes)
+    def hide(self, extent: Extent) -> None:
+        """Map zeros over the memory where an extent is mapped, as before `expose`. Raises OSError."""
+        for address, nbytes in extent.mapped.items():
+            map_memory(address, nbytes)
+        extent.mapped.clear()
 
     def close(self) -> None:
         """Remove the files. Exposed state stays in memory until `hide`."""

@@ -97,7 +97,6 @@ class Checker:
         self._issued: dict[int, tuple[int, int]] = {}
         self._files: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._file_numbers = itertools.count()
-        self._exposed: dict[tuple[int, ...], dict[int, int]] = {}
 
     def report(self) -> str:
         """All races, as text."""

@@ -186,8 +186,7 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
     def read(checker: Checker, plain: Any, self: Any, extent: Any, buffer: Tensor) -> None:
         checker.touch(_windows(buffer), "read from disk")
         ranges = extent_ranges(checker, extent, writes=False)
-        shown = checker._exposed.get(tuple(first for first, *_ in ranges), {})
-        ranges += [(first, first + nbytes, False) for first, nbytes in shown.items()]
+        ranges += [(first, first + nbytes, False) for first, nbytes in extent.mapped.items()]
         checker.access(ranges, "disk", checker.this, checker.this.clock)
         plain(extent, buffer)
 
@@ -197,14 +196,11 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
     ) -> None:
         plain(extent, start, nbytes, address, **more)
         ranges = extent_ranges(checker, extent, writes=False)
-        checker._exposed.setdefault(tuple(first for first, *_ in ranges), {})[address] = nbytes
         mapped = (address, address + nbytes, True)
         checker.access([*ranges, mapped], "mapping of a file", checker.this, checker.this.clock)
 
     @around(patch, DiskSpace, "hide")
-    def hide(checker: Checker, plain: Any, self: Any, address: int, nbytes: int) -> None:
-        for shown in checker._exposed.values():
-            shown.pop(address, None)
-        mapped = (address, address + nbytes, True)
-        checker.access([mapped], "end of the mapping of a file", checker.this, checker.this.clock)
-        plain(address, nbytes)
+    def hide(checker: Checker, plain: Any, self: Any, extent: Any) -> None:
+        mapped = [(address, address + nbytes, True) for address, nbytes in extent.mapped.items()]
+        checker.access(mapped, "end of the mapping of a file", checker.this, checker.this.clock)
+        plain(extent)

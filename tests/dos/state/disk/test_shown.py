@@ -72,7 +72,7 @@ def test_the_next_read_has_what_users_wrote(space: DiskSpace, settles: bool) -> 
     assert reads(space, extent, view)
     view[3 * PAGE : 9 * PAGE] = contents[5 * PAGE : 11 * PAGE]
     written = view.clone()
-    space.hide(view.data_ptr(), SIZE)
+    space.hide(extent)
     space.sync_mappings(extent)
     assert reads(space, extent, written), "hidden meanwhile"
     space.write(extent, contents)
@@ -93,7 +93,7 @@ def test_a_part_is_shown_at_its_place(space: DiskSpace) -> None:
     space.sync_mappings(extent)
     contents[4 * PAGE : 11 * PAGE] = 5
     assert reads(space, extent, contents)
-    space.hide(around[2 * PAGE :].data_ptr(), 6 * PAGE + 10)
+    space.hide(extent)
     assert not around[2 * PAGE : 9 * PAGE].any()
     assert torch.equal(around[9 * PAGE :], before[9 * PAGE :])
 
@@ -121,7 +121,7 @@ def test_checksums_count_again_from_the_next_write_on(space: DiskSpace) -> None:
     space.write(extent, contents := pages(SIZE, 1))
     view = shown(space, extent)
     view[0] += 1
-    space.hide(view.data_ptr(), SIZE)
+    space.hide(extent)
     space.write(extent, contents)
     file = extent.pieces[0].file.path
     change(file, 0, bytes((contents[:1] + 1).tolist()))
