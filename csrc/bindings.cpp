@@ -151,29 +151,42 @@ NB_MODULE(_adam, module) {
       .def("wait", &dos::Arrivals::wait, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("waiting", &dos::Arrivals::waiting);
 
+  nb::class_<dos::Runtime::Kernel>(module, "Kernel")
+      .def(
+          "__init__",
+          [](dos::Runtime::Kernel* made, uintptr_t function, unsigned blocks, unsigned threads, unsigned shared,
+             const std::vector<uint64_t>& arguments, const std::array<uintptr_t, 3>& answer) {
+            new (made) dos::Runtime::Kernel{function, blocks, threads, shared, arguments, answer};
+          },
+          "function"_a, "blocks"_a, "threads"_a, "shared"_a, "arguments"_a, "answer"_a);
+
   // The addresses of the functions. `queue` returns the error, and `moved` as it is then.
   nb::class_<dos::Runtime>(module, "Runtime")
       .def(
           "__init__",
-          [](dos::Runtime* made, uintptr_t wait, uintptr_t record, uintptr_t copy, uintptr_t sleep, size_t most) {
+          [](dos::Runtime* made, uintptr_t wait, uintptr_t record, uintptr_t copy, uintptr_t sleep, uintptr_t launch,
+             size_t most) {
             new (made) dos::Runtime(reinterpret_cast<dos::Runtime::Wait>(wait),
                                     reinterpret_cast<dos::Runtime::Record>(record),
                                     reinterpret_cast<dos::Runtime::Copy>(copy),
-                                    reinterpret_cast<dos::Runtime::Sleep>(sleep), most);
+                                    reinterpret_cast<dos::Runtime::Sleep>(sleep),
+                                    reinterpret_cast<dos::Runtime::Launch>(launch), most);
           },
-          "wait"_a, "record"_a, "copy"_a, "sleep"_a, "most"_a)
+          "wait"_a, "record"_a, "copy"_a, "sleep"_a, "launch"_a, "most"_a)
       // With the lock of Python where there is little to queue: to get it back may take longer.
       .def(
           "queue",
           [](const dos::Runtime& runtime, uintptr_t stream, const std::vector<uintptr_t>& waits, uintptr_t start,
-             const std::vector<std::array<uintptr_t, 3>>& copies, int kind, uintptr_t end, int64_t moved) {
-            const dos::Runtime::Job job{stream, waits, start, end, copies, kind};
+             const std::vector<std::array<uintptr_t, 3>>& copies, int kind, uintptr_t end, int64_t moved,
+             const dos::Runtime::Kernel* kernel) {
+            const dos::Runtime::Job job{stream, waits, start, end, copies, kind, kernel};
             const auto queue = [&] { return std::pair(runtime.queue(job, &moved), moved); };
             if (runtime.pieces(job) <= 4) return queue();
             const nb::gil_scoped_release release;
             return queue();
           },
-          "stream"_a, "waits"_a, "start"_a, "copies"_a, "kind"_a, "end"_a, "moved"_a);
+          "stream"_a, "waits"_a, "start"_a, "copies"_a, "kind"_a, "end"_a, "moved"_a,
+          "kernel"_a.none() = nb::none());
 
   // The type is an index of dos::DType.
   module.def(

@@ -30,6 +30,13 @@ LANE_OF = {op: LANE_OF_STREAM[stream] for op, stream in _STREAMS}
 """The operations that a device has a stream for, and the lane of each."""
 
 
+Behind = Callable[[], None]
+"""Queues work of a job behind its copies in the current queue of the device.
+
+If it has a method `kernel`, that returns the work as a kernel that native code launches in its place, or None.
+"""
+
+
 Caller = Hashable
 """A queue in which the caller's own work on the device is in order."""
 
@@ -265,7 +272,7 @@ class Device(Protocol):
         subgroup: int,
         copies: Sequence[Copy],
         after: Sequence[Job] = (),
-        then: Callable[[], None] | None = None,
+        then: Behind | None = None,
     ) -> Job:
         """Copy across the link of `op` once all of `after` are done; keep the memory of both sides until the end.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from dos.devices.base import LANE_OF, Cached, Caller, Copy, Job, Mark, Memory
+from dos.devices.base import LANE_OF, Behind, Cached, Caller, Copy, Job, Mark, Memory
 from dos.devices.coalesce import PIECE_BYTES, Kept, Lent, Part, parts_of, queue_parts
 from dos.devices.pinned import pin, unpin
 from dos.devices.pinned_allocation import allocate_pinned
@@ -256,7 +256,7 @@ class CudaDevice:
         subgroup: int,
         copies: Sequence[Copy],
         after: Sequence[Job] = (),
-        then: Callable[[], None] | None = None,
+        then: Behind | None = None,
     ) -> Job:
         to_host = LANE_OF[op] is Lane.D2H
         host, device = (0, 1) if to_host else (1, 0)
@@ -270,20 +270,22 @@ class CudaDevice:
         ours = [copy[host] for copy in copies]
         # Before the start event, because it takes the host milliseconds.
         found = parts_of(copies, host=host) if copies else None
-        work, plain = then, list[Addresses]()
+        work, plain, kernel = then, list[Addresses](), None
         if found is not None and (found.plain is None or self._runtime is None):
             work = partial(self._copy_by_torch, op, found.parts, sides, then)
-        elif found is not None and found.plain is not None:
-            each = [(here, sides[n].data_ptr(), nbytes) for here, n, nbytes in found.plain]
-            plain = each if to_host else [(there, here, nbytes) for here, there, nbytes in each]
-        job = self._queue(op, subgroup, work, after, theirs, ours, plain)
+        else:
+            if found is not None and found.plain is not None:
+                each = [(here, sides[n].data_ptr(), nbytes) for here, n, nbytes in found.plain]
+                plain = each if to_host else [(there, here, nbytes) for here, there, nbytes in each]
+            if then is not None and self._runtime is not None and hasattr(then, "kernel"):
+                kernel = then.kernel()
+                work = then if kernel is None else None
+        job = self._queue(op, subgroup, work, after, theirs, ours, plain, kernel)
         if lent:  # with their memory: user code may give them other
             self._lent.append((job, [*lent, *map(Tensor.untyped_storage, lent)]))
         return job
 
-    def _copy_by_torch(
-        self, op: Op, parts: Sequence[Part], device: Sequence[Tensor], then: Callable[[], None] | None
-    ) -> None:
+    def _copy_by_torch(self, op: Op, parts: Sequence[Part], device: Sequence[Tensor], then: Behind | None) -> None:
         queue_parts(parts, device, to_host=LANE_OF[op] is Lane.D2H, before=self._turns[op])
         if then is not None:
             then()
@@ -365,8 +367,9 @@ class CudaDevice:
         theirs: Sequence[Tensor],
         ours: Sequence[Tensor],
         copies: Sequence[Addresses] = (),
+        kernel: Any | None = None,
     ) -> _CudaJob:
-        """Queue work on the stream of `op`, behind copies by the runtime.
+        """Queue work on the stream of `op`, behind copies by the runtime and a kernel that it launches.
 
         theirs: device memory that it uses and user code may release. ours: host memory to keep until it is done.
         """
@@ -391,7 +394,7 @@ class CudaDevice:
             if self._runtime is not None:
                 behind = [getattr(job.end, HANDLE) for job in cast(Sequence[_CudaJob], after)]
                 begin, stop = getattr(start, HANDLE), getattr(end, HANDLE)
-                self._call(op, behind, begin, copies, stop if work is None else 0)
+                self._call(op, behind, begin, copies, stop if work is None else 0, kernel)
             else:
                 for job in cast(Sequence[_CudaJob], after):
                     stream.wait_event(job.end)
@@ -407,11 +410,19 @@ class CudaDevice:
             self._leftovers.add(end, ours)
         return _CudaJob(self, self._clock, start, end, op, subgroup, ours, op is not Op.WEIGHTS)  # see leftovers above
 
-    def _call(self, op: Op, waits: Sequence[int], start: int, copies: Sequence[Addresses], end: int) -> None:
+    def _call(
+        self,
+        op: Op,
+        waits: Sequence[int],
+        start: int,
+        copies: Sequence[Addresses],
+        end: int,
+        kernel: Any | None = None,
+    ) -> None:
         """Let the runtime queue a job, or a part of one. waits, start, end: events."""
         assert self._runtime is not None, "it is called in that case alone"
         turns, (stream, kind) = self._turns[op], self._numbers[op]
-        error, turns.moved = self._runtime.queue(stream, waits, start, copies, kind, end, turns.moved)
+        error, turns.moved = self._runtime.queue(stream, waits, start, copies, kind, end, turns.moved, kernel)
         if error:
             torch.cuda.check_error(error)
 

@@ -10,7 +10,10 @@ from types import ModuleType
 
 _NAME = "dos._adam"
 _HERE = Path(__file__).resolve().parents[1]
-_CALLERS = ("devices/runtime.py", "kernels/adam.py", "kernels/update.py", "state/disk/files.py", "state/disk/space.py")
+_CALLERS = (
+    *("devices/cuda.py", "devices/runtime.py", "kernels/adam.py", "kernels/native.py", "kernels/update.py"),
+    *("state/disk/files.py", "state/disk/space.py"),
+)
 
 
 def load_extension() -> ModuleType:
@@ -24,7 +27,7 @@ def load_extension() -> ModuleType:
     """
     try:
         found = importlib.import_module(_NAME)
-        if not hasattr(found, "Runtime"):  # an editable installation of sources that have changed since
+        if not hasattr(found, "Kernel"):  # an editable installation of sources that have changed since
             raise ImportError("it is of an older version")
         return found
     except ModuleNotFoundError:

@@ -167,7 +167,7 @@ def _alike(table: np.ndarray) -> Iterator[np.ndarray]:
             yield np.flatnonzero(keys == key)
 
 
-def _launch(kernel: Callable[..., None], *arguments: object) -> None:
+def _launch(kernel: Callable[..., object], *arguments: object) -> None:
     """Launch the kernel. Its first launch loads it, which needs device memory outside of the allocator's cache."""
     try:
         kernel(*arguments)

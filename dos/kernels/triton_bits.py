@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dos.kernels.native import Launched, entry_of
+
 _BLOCK, _STEPS = 2048, 16
 ELEMENTS = _BLOCK * _STEPS
 """Of a run that share a sum."""
@@ -26,8 +28,16 @@ def sums_of(numel: Any) -> Any:
     return -(-numel // ELEMENTS)
 
 
-def sum_bits(rows: np.ndarray, send: Callable[[np.ndarray], Tensor], sums: Tensor, itemsize: int) -> None:
+def sum_bits(
+    rows: np.ndarray,
+    send: Callable[[np.ndarray], Tensor],
+    sums: Tensor,
+    itemsize: int,
+    differs: Tensor | None = None,
+) -> Launched | None:
     """Queue sums of the bits of runs on the current stream of the current device, which must be the tensors' device.
+
+    Returns what native code can launch again; None: nothing.
 
     Each sum is of 32,768 elements as integers, each times an odd number that depends on its place, modulo 2**64. So any
     other element changes it, and as a rule any other order.
@@ -35,14 +45,22 @@ def sum_bits(rows: np.ndarray, send: Callable[[np.ndarray], Tensor], sums: Tenso
     Args:
         rows: int64 of shape (runs, 4), none of the runs empty, BEHIND not yet filled in.
         send: copies the rows to the device.
-        sums: int64, of which the places that the rows name are written.
+        sums: int64, of which the places that the rows name are written, or compared.
         itemsize: bytes of an element, 2 or 4.
+        differs: bool, of which the same places are written: whether the sums are others. None: the sums are written.
     """
     ends = np.cumsum(sums_of(rows[:, NUMEL]))
     rows[1:, BEHIND], rows[0, BEHIND] = ends[:-1], 0
     aligned = not (rows[:, : NUMEL + 1] & 15).any()
     launch: Any = sums_kernel[(int(ends[-1]),)]  # its signature is not the kernel's
-    launch(send(rows), len(rows), sums, WIDE=itemsize == 4, ALIGNED=aligned, BLOCK=_BLOCK, STEPS=_STEPS, num_warps=4)
+    kind = {"WIDE": itemsize == 4, "ALIGNED": aligned, "BLOCK": _BLOCK, "STEPS": _STEPS}
+    table, tensors = send(rows), [sums] if differs is None else [sums, differs]
+    compiled = launch(table, len(rows), sums, differs, **kind, num_warps=4)
+    entry = entry_of(compiled, ["u64", "u32", *["u64"] * len(tensors)])
+    if entry is None:
+        return None
+    arguments = [table.data_ptr(), len(rows), *map(Tensor.data_ptr, tensors)]
+    return Launched(entry, int(ends[-1]), arguments, [table, *tensors])
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -50,12 +68,16 @@ def sums_kernel(
     table: tl.tensor,
     count: tl.tensor,
     sums: tl.tensor,
+    differs: tl.tensor,
     WIDE: tl.constexpr,  # noqa: N803
     ALIGNED: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     STEPS: tl.constexpr,  # noqa: N803
 ) -> None:
-    """Write the sum of one block. WIDE: elements have four bytes. ALIGNED: addresses, lengths are multiples of 16."""
+    """Write the sum of one block, or whether it differs, if `differs` is not None.
+
+    WIDE: elements have four bytes. ALIGNED: addresses, lengths are multiples of 16.
+    """
     block = tl.program_id(0).to(tl.int64)
     low = 0
     high = count - 1
@@ -78,4 +100,8 @@ def sums_kernel(
         drawn = index.to(tl.uint32) * 0x9E3779B1
         drawn = (drawn ^ (drawn >> 15)) * 0x85EBCA6B | 1
         total += bits.to(tl.int64) * drawn.to(tl.int64)
-    tl.store(sums + tl.load(run + _FIRST) + block, tl.sum(total, 0))
+    place = tl.load(run + _FIRST) + block
+    if differs is None:
+        tl.store(sums + place, tl.sum(total, 0))
+    else:
+        tl.store(differs + place, tl.sum(total, 0) != tl.load(sums + place))

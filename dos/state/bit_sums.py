@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dos.kernels.gpu_update import SentTable, bits_kernel
+from dos.kernels.native import NO_ANSWER, Answer
 from dos.sharding.fingerprint import COLUMNS
 from dos.state.subgroup import Piece
 from dos.torch_internals.operators import copy_all, tensor_at
@@ -34,6 +36,35 @@ class _Way(Protocol):
 
     def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
         """Queue the sums of the bits of these pieces, as they are."""
+
+    def compare(self, pieces: Collection[Piece], sums: Tensor, differs: Tensor) -> None:
+        """Queue a comparison of these sums with those of the bits as they are, with the answers in `differs`."""
+
+    def kernel(self, pieces: Collection[Piece], answer: Answer = NO_ANSWER) -> Any | None:
+        """Return the last one of these as a kernel, if it was for the same pieces; None: only by a call of it.
+
+        answer: a copy of the answers to the host.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Summing:
+    """Work of a job on the bits of pieces; see `Behind`. answer: as for `compare`; None: they are remembered."""
+
+    sums: BitSums
+    pieces: Collection[Piece]
+    answer: int | None
+
+    def __call__(self) -> None:
+        """Queue it in the current queue of the device."""
+        if self.answer is None:
+            self.sums.remember(self.pieces)
+        else:
+            self.sums.compare(self.pieces, self.answer)
+
+    def kernel(self) -> Any | None:
+        """Return it as a kernel, which will be launched; None: it must be called."""
+        return self.sums.kernel(self.pieces, self.answer)
 
 
 class BitSums:
@@ -61,16 +92,16 @@ class BitSums:
             first += count
         self._records = [piece.record for piece in pieces]
         self._addresses = [record.flat.data_ptr() for record in self._records]
-        # Twice: as they were, and as they are.
-        self._sums = torch.zeros(2, first, dtype=torch.int64, device=flat.device)
-        self._differs = torch.empty(first, dtype=torch.bool, device=flat.device)
+        self._sums = torch.zeros(first, dtype=torch.int64, device=flat.device)
+        self._differs = torch.zeros(first, dtype=torch.bool, device=flat.device)
         self.known = set[Piece]() if before is None else set(before.comparable(pieces))
         self.compared: set[Piece] = set()
-        self._answers: dict[int, tuple[Tensor, NDArray[np.bool_]]] = {}
+        self._answers: dict[int, tuple[Tensor, NDArray[np.bool_], bool]] = {}
+        """Where each is on the host, and whether that is pinned."""
         if before is not None:
             self._before = before._sums  # held: another queue may have allocated them, this one reads
             for piece in self.known:
-                self._sums[0, self._parts[piece].run] = before._sums[0, before._parts[piece].run]
+                self._sums[self._parts[piece].run] = before._sums[before._parts[piece].run]
 
     @property
     def current(self) -> bool:
@@ -95,7 +126,11 @@ class BitSums:
 
     def remember(self, pieces: Collection[Piece]) -> None:
         """Remember the bits of these pieces."""
-        self._write(0, pieces)
+        self._ways[0].write(pieces, self._sums)
+        self._note(pieces)
+
+    def _note(self, pieces: Iterable[Piece]) -> None:
+        """Note that the bits of these pieces are remembered."""
         self.known.update(pieces)
         self.compared.clear()
 
@@ -109,19 +144,28 @@ class BitSums:
 
         answer: a number for each answer that must last while others are given.
         """
-        self._write(1, pieces)
-        torch.ne(*self._sums, out=self._differs)
+        self._ways[1].compare(pieces, self._sums, self._differs)
         if answer not in self._answers:
             there = _on_host(len(self._differs), pinned=self._differs.device.type != "cpu")
-            self._answers[answer] = there, there.numpy()
+            self._answers[answer] = there, there.numpy(), there.is_pinned()
         self._answers[answer][0].copy_(self._differs, non_blocking=True)
 
-    def _write(self, place: int, pieces: Collection[Piece]) -> None:
-        self._ways[place].write(pieces, self._sums[place])
+    def kernel(self, pieces: Collection[Piece], answer: int | None) -> Any | None:
+        """Return `remember`, if there is no answer, or `compare` as a kernel, which will be launched; see `Summing`."""
+        if answer is not None:
+            there = self._answers.get(answer)
+            if there is None or not there[2]:
+                return None
+            copied = there[0].data_ptr(), self._differs.data_ptr(), len(there[1])
+            return self._ways[1].kernel(pieces, copied)
+        found = self._ways[0].kernel(pieces)
+        if found is not None:
+            self._note(pieces)
+        return found
 
     def other(self, pieces: Iterable[Piece], answer: int) -> set[Piece]:
         """Return those of the pieces whose bits the comparison has found to be others."""
-        _, differs = self._answers[answer]  # by numpy, because torch would give up the interpreter's lock to read it
+        _, differs, _ = self._answers[answer]  # by numpy, because torch would give up the interpreter's lock to read it
         return {piece for piece in pieces if differs[self._parts[piece].run].any()} if differs.any() else set()
 
 
@@ -145,19 +189,37 @@ class _ByKernel:
         self._device, self._itemsize, self._kernel = flat.device, flat.itemsize, kernel
         self._table = SentTable(flat.device)
         self._rows: dict[Piece, tuple[int, int, int, int]] = {}
-        self._last: tuple[list[Piece], NDArray[np.int64]] = [], np.empty((0, 4), dtype=np.int64)
+        self._last: tuple[Collection[Piece], NDArray[np.int64]] = frozenset(), np.empty((0, 4), dtype=np.int64)
+        self._launched: Any = None
+        """How native code can launch what was launched last."""
+        self._kernels: dict[Answer, Any] = {}
 
     def add(self, piece: Piece, address: int, first: int) -> int:
         self._rows[piece] = address, piece.numel, first, 0
         return self._kernel.sums_of(piece.numel)
 
     def write(self, pieces: Collection[Piece], sums: Tensor) -> None:
+        self._launch(pieces, sums)
+
+    def compare(self, pieces: Collection[Piece], sums: Tensor, differs: Tensor) -> None:
+        self._launch(pieces, sums, differs)
+
+    def _launch(self, pieces: Collection[Piece], sums: Tensor, differs: Tensor | None = None) -> None:
         known, rows = self._last
-        if [*pieces] != known:
+        these = frozenset(pieces)  # gradients leave in another order than that in which the step compares
+        if these != known:
             rows = np.array([self._rows[piece] for piece in pieces if piece.numel], dtype=np.int64)
-            self._last = [*pieces], rows
+            self._last = these, rows
+        self._launched, self._kernels = None, {}
         if len(rows):
-            self._kernel.sum_bits(rows, self._table.send, sums, self._itemsize)
+            self._launched = self._kernel.sum_bits(rows, self._table.send, sums, self._itemsize, differs)
+
+    def kernel(self, pieces: Collection[Piece], answer: Answer = NO_ANSWER) -> Any | None:
+        if self._launched is None or frozenset(pieces) != self._last[0]:
+            return None
+        if answer not in self._kernels:
+            self._kernels[answer] = self._launched.kernel(answer)
+        return self._kernels[answer]
 
 
 class _ByTorch:
@@ -168,6 +230,8 @@ class _ByTorch:
         self._bits = torch.int32 if flat.itemsize == torch.int32.itemsize else torch.int16
         self._parts: dict[Piece, tuple[int, Tensor | None, list[Tensor]]] = {}
         self._places: dict[Piece, tuple[Tensor | None, list[Tensor]]] = {}
+        self._now: Tensor | None = None
+        """The sums as they are, where they are compared."""
 
     def add(self, piece: Piece, address: int, first: int) -> int:
         words, others = _cut(address, piece.numel, self._bits, self._device)
@@ -185,6 +249,15 @@ class _ByTorch:
             sources += others
         if targets:
             copy_all(targets, sources)
+
+    def compare(self, pieces: Collection[Piece], sums: Tensor, differs: Tensor) -> None:
+        if self._now is None:
+            self._now = torch.zeros_like(sums)
+        self.write(pieces, self._now)
+        torch.ne(sums, self._now, out=differs)
+
+    def kernel(self, pieces: Collection[Piece], answer: Answer = NO_ANSWER) -> None:
+        return None
 
     def _place(self, piece: Piece, sums: Tensor) -> tuple[Tensor | None, list[Tensor]]:
         """Return where the sums of a piece and the elements around them are. Made once: views take microseconds."""

@@ -12,7 +12,8 @@ from functools import partial
 from typing import NamedTuple
 
 from dos.devices import Device, Job
-from dos.state.bit_sums import BitSums
+from dos.devices.base import Behind
+from dos.state.bit_sums import BitSums, Summing
 from dos.state.record import ParameterRecord
 from dos.state.subgroup import Piece, Subgroup
 from dos.step.work import SubgroupUpdate
@@ -59,27 +60,26 @@ class UnseenWrites:
         self.early: Sequence[Job] = ()
         """The job of `compare_early`, until gradients of another step come."""
 
-    def remember(self, update: SubgroupUpdate) -> Callable[[], None]:
+    def remember(self, update: SubgroupUpdate) -> Behind:
         """Return what queues sums of the parameters that were updated, behind the copies to them."""
-        subgroup, pieces = update.subgroup, update.pieces
+        sums = self._sums.get(update.subgroup)
+        if sums is not None and sums.current:
+            return Summing(sums, update.pieces, None)
+        return partial(self._remember_anew, update.subgroup, update.pieces, sums)
 
-        def queue() -> None:
-            # Within the job: what the stream of another queue releases, its work may still use.
-            sums = self._sums.get(subgroup)
-            if sums is None or not sums.current:
-                sums = self._sums[subgroup] = BitSums(subgroup.pieces, sums)
-            sums.remember(pieces)
+    def _remember_anew(self, subgroup: Subgroup, pieces: Collection[Piece], before: BitSums | None) -> None:
+        # Within the job: what the stream of another queue releases, its work may still use.
+        sums = self._sums[subgroup] = BitSums(subgroup.pieces, before)
+        sums.remember(pieces)
 
-        return queue
-
-    def compare(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> Callable[[], None] | None:
+    def compare(self, subgroup: Subgroup, pieces: Iterable[Piece]) -> Behind | None:
         """Return what queues a comparison of these pieces; None if the host has no copy of any that is in use."""
         sums = self._sums.get(subgroup)
         known = [] if sums is None else sums.comparable(pieces)
         if sums is None or not known:
             return None
         sums.compared.update(known)
-        return partial(sums.compare, known, _FIRST)
+        return Summing(sums, known, _FIRST)
 
     def compare_early(self, subgroups: Iterable[Subgroup]) -> None:
         """Compare all pieces behind the work of the caller so far, if that was not done since `begin`.
@@ -89,7 +89,7 @@ class UnseenWrites:
         """
         if self.early:
             return
-        compares = list[Callable[[], None]]()
+        compares = list[Behind]()
         for subgroup in subgroups:
             if subgroup in self._sums:
                 self._sums[subgroup].compared.clear()
@@ -128,7 +128,7 @@ class UnseenWrites:
         return None if sums is None or not pieces else partial(self._confirm, number, sums, pieces, after)
 
     def _confirm(self, number: int, sums: BitSums, pieces: Collection[Piece], after: Sequence[Job]) -> Job:
-        job = self._device.copy(Op.GRADIENT, number, [], after, partial(sums.compare, pieces, _LAST))
+        job = self._device.copy(Op.GRADIENT, number, [], after, Summing(sums, pieces, _LAST))
         self._confirmations.append(_Confirmation(sums, pieces, job))
         return job
 

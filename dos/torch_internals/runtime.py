@@ -18,6 +18,7 @@ def runtime_functions() -> tuple[int, ...] | None:
         # By way of a library that is linked with the runtime, whose own name has its version.
         found = [getattr(calls, name + call) for call in ("StreamWaitEvent", "EventRecord", "MemcpyAsync")]
         found.append(torch_calls._ZN2at4cuda5sleepEl)  # at::cuda::sleep(int64_t), as torch.cuda._sleep
+        found.append(calls.hipModuleLaunchKernel if torch.version.hip else ctypes.CDLL("libcuda.so.1").cuLaunchKernel)
     except (OSError, AttributeError):
         return None
     return tuple(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in found)

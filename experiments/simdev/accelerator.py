@@ -54,6 +54,7 @@ lib.sim_runtime.argtypes, lib.sim_runtime.restype = [ctypes.c_size_t], ctypes.c_
 lib.sim_runtime_queue.argtypes = [
     *(ctypes.c_void_p, ctypes.c_size_t, *_EVENTS, ctypes.c_size_t),
     *(*_EVENTS, ctypes.c_int, ctypes.c_size_t, ctypes.POINTER(ctypes.c_int64)),
+    *(ctypes.c_size_t, _EVENTS[0]),
 ]
 lib.sim_host_updates.argtypes = [_DOUBLES, _DOUBLES, ctypes.c_int]
 lib.sim_issued.restype = lib.sim_now.restype = ctypes.c_double
@@ -69,8 +70,9 @@ holding.sim_spend.argtypes = [ctypes.c_double]
 QUERY: int = ctypes.cast(lib.sim_query, ctypes.c_void_p).value or 0
 """The address of the function that asks an event, as `dos.devices.cuda.event_query` returns it."""
 
+_NAMES = "wait", "record", "copy", "pause", "kernel"
 FUNCTIONS: tuple[int, ...] = tuple(
-    ctypes.cast(getattr(lib, f"sim_{name}"), ctypes.c_void_p).value or 0 for name in ("wait", "record", "copy", "pause")
+    ctypes.cast(getattr(lib, f"sim_{name}"), ctypes.c_void_p).value or 0 for name in _NAMES
 )
 """Those of the runtime, as `dos.devices.runtime.runtime_of` takes them."""
 

@@ -1106,12 +1106,58 @@ int sim_copy(void* to, const void* from, size_t n, int kind, void* stream) {
 }
 void sim_sleep(int us);
 void sim_pause(int64_t) { sim_sleep(0); }
+// A kernel: the address of a function of its blocks and arguments, here words of which there are at most ARGUMENTS. That
+// of a dry accelerator is the nanoseconds for which it runs.
+constexpr int ARGUMENTS = 6;
+using Words = std::array<uint64_t, ARGUMENTS>;
+int sim_kernel(void* function, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+               void* stream, void** arguments, void**) {
+  auto& mine = queue((intptr_t)stream);
+  if (dry) {
+    Call call(&Dry::launch_s);
+    mine.compute(LEAST_S + 1e-9 * (uintptr_t)function);
+    return 0;
+  }
+  Words words;
+  for (int i = 0; i < ARGUMENTS; ++i) words[i] = *static_cast<uint64_t*>(arguments[i]);
+  mine.put("kernel", [=] { reinterpret_cast<void (*)(unsigned, const Words&)>(function)(blocks, words); });
+  return 0;
+}
+// As the kernel of dos/kernels/triton_bits.py. words: the table, its runs, the sums, the answers or 0, bytes of an element.
+void sim_sums(unsigned blocks, const Words& words) {
+  constexpr int64_t ELEMENTS = 2048 * 16;
+  const auto here = [](uint64_t address) { return (char*)address + (shadow_base - protected_base); };
+  const auto* rows = (const std::array<int64_t, 4>*)here(words[0]);
+  auto* sums = (int64_t*)here(words[2]);
+  for (const auto* run = rows; run < rows + words[1]; ++run) {
+    const auto [address, numel, first, behind] = *run;
+    for (int64_t block = 0; block * ELEMENTS < numel; ++block) {
+      uint64_t total = 0;
+      for (int64_t i = block * ELEMENTS; i < std::min(numel, (block + 1) * ELEMENTS); ++i) {
+        const char* at = here(address) + i * words[4];
+        const int64_t bits = words[4] == 4 ? *(const int32_t*)at : *(const int16_t*)at;
+        uint32_t drawn = (uint32_t)i * 0x9E3779B1u;
+        drawn = ((drawn ^ (drawn >> 15)) * 0x85EBCA6Bu) | 1;
+        total += (uint64_t)bits * drawn;
+      }
+      if (words[3])
+        here(words[3])[first + block] = (uint64_t)sums[first + block] != total;
+      else
+        sums[first + block] = total;
+    }
+  }
+}
 // The runtime of a dry accelerator, as the extension has it. most: bytes of a piece.
-void* sim_runtime(size_t most) { return new dos::Runtime(sim_wait, sim_record, sim_copy, sim_pause, most); }
+void* sim_runtime(size_t most) {
+  return new dos::Runtime(sim_wait, sim_record, sim_copy, sim_pause, sim_kernel, most);
+}
+// function, answer: of a kernel; 0: there is none.
 int sim_runtime_queue(void* runtime, size_t stream, const uintptr_t* waits, long n, size_t start,
-                      const std::array<uintptr_t, 3>* copies, long count, int kind, size_t end, int64_t* moved) {
+                      const std::array<uintptr_t, 3>* copies, long count, int kind, size_t end, int64_t* moved,
+                      size_t function, const std::array<uintptr_t, 3>* answer) {
+  const dos::Runtime::Kernel kernel{function, 0, 0, 0, {}, *answer};
   return static_cast<dos::Runtime*>(runtime)->queue(
-      {stream, {waits, waits + n}, start, end, {copies, copies + count}, kind}, moved);
+      {stream, {waits, waits + n}, start, end, {copies, copies + count}, kind, function ? &kernel : nullptr}, moved);
 }
 // What the CPU lane waits for, as the extension has it.
 void* sim_arrivals() { return new dos::Arrivals(sim_query); }

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from dos import DOSAdam
+from dos.devices import cuda
+from dos.devices.cuda import CudaDevice
 from dos.sharding.fingerprint import COLUMNS
+from dos.state import bit_sums
 from perfmodel import Op
 from tests.support.gpu import DEVICE, NEEDS_GPU, late, not_simulated
 from tests.support.training import Make, batch, bits, mlp
@@ -52,6 +55,29 @@ def making(policy: Any, mode: str, **settings: Any) -> Make:
 def test_writes_count(dtype: torch.dtype, policy: Any, mode: str, settings: dict[str, Any]) -> None:
     make, given = making(policy, mode, **settings), {"moments": UNTIL_BACKWARD_ENDS, "attach": mode == "attached"}
     assert ends(dtype, make, **given) == (ends(dtype, make, counted=True, **given)[0], [])
+
+
+def test_native_code_launches_the_sums_of_bits_once_they_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, call = list[object](), CudaDevice._call
+
+    def counted(*arguments: Any) -> None:
+        found.append(arguments[6] if len(arguments) > 6 else None)
+        call(*arguments)
+
+    monkeypatch.setattr(CudaDevice, "_call", counted)
+    model = nn.ParameterList(torch.randn(4096, device=DEVICE) for _ in range(6))
+    if bit_sums.bits_kernel(model[0].device) is None or cuda.runtime() is None:
+        pytest.skip("needs Triton and the functions of the runtime")
+    optimizer = DOSAdam(model.parameters(), policy="cpu", subgroup_size=2 * 4096)
+    for _ in range(4):
+        found.clear()
+        sum(p.square().sum() for p in model).backward()
+        optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    kernels = [kernel for kernel in found if kernel is not None]
+    # Of three subgroups: compared behind their gradients, and behind backward once more, and remembered.
+    assert len(kernels) == len(found) == 3 * 3
 
 
 class Products(nn.Module):

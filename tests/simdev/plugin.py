@@ -22,6 +22,7 @@ cuda.runtime = lambda: runtime_of(FUNCTIONS)
 
 from dos.kernels.gpu_update import GpuBatch  # noqa: E402
 from dos.planning import decisions  # noqa: E402
+from dos.state import bit_sums  # noqa: E402
 from perfmodel.hardware import HardwareProfile  # noqa: E402
 from tests.simdev import kernel  # noqa: E402
 from tests.support.gpu import SHRINK  # noqa: E402
@@ -40,6 +41,7 @@ def measure_once(device: Device | None) -> HardwareProfile:
 
 decisions.measure_minimum = measure_once
 
+bit_sums.bits_kernel = lambda device: kernel.Bits
 _by_torch = GpuBatch.prepare
 
 

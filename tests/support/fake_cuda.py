@@ -115,6 +115,7 @@ class Runtime:
             ctypes.CFUNCTYPE(ctypes.c_int, *kind)(self._answered(call)) for call, kind in kinds.items()
         ]
         self._calls.append(ctypes.CFUNCTYPE(None, ctypes.c_int64)(lambda cycles: self.sleep()))
+        self._calls.append(ctypes.c_void_p())  # there is no kernel
         self._process = os.getpid()
         self._of_thread = threading.local()
         self._random = None if seed is None else random.Random(seed)
@@ -502,6 +503,7 @@ class FakeCudaDevice(CudaDevice):
         theirs: Sequence[Tensor],
         ours: Sequence[Tensor],
         copies: Sequence[tuple[int, int, int]] = (),
+        kernel: Any | None = None,
     ) -> Job:
         queue: Any = self._streams[op]
         kept = Kept(ours)
@@ -519,7 +521,7 @@ class FakeCudaDevice(CudaDevice):
             late = None if work is None else lambda: queue.enqueue(run)
             self.runtime.kept, self.runtime.recorded_on = held if uses else None, theirs
             try:
-                return super()._queue(op, subgroup, late, after, theirs, kept, copies)
+                return super()._queue(op, subgroup, late, after, theirs, kept, copies, kernel)
             finally:
                 self.runtime.recorded_on = ()
 

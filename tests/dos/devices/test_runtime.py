@@ -14,10 +14,12 @@ from dos.devices.base import Copy
 from dos.devices.coalesce import FEW, Kept, parts_of
 from dos.devices.pinned import lazy_zeros, pin, unpin
 from dos.devices.runtime import runtime, runtime_of
+from dos.kernels.extension import load_extension
 from perfmodel.lanes import PIECE_BYTES
 from tests.support.fake_cuda import install
 
-TO_HOST = 2
+TO_HOST, ARGUMENTS = 2, 3
+_WORD = ctypes.POINTER(ctypes.c_uint64)
 
 
 class Calls:
@@ -28,6 +30,7 @@ class Calls:
         word, kinds = ctypes.c_size_t, list[tuple[str, tuple[Any, ...]]]()
         kinds += [("wait", (word, word, ctypes.c_uint)), ("record", (word, word))]
         kinds += [("copy", (word, word, word, ctypes.c_int, word))]
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, word, *[ctypes.c_uint] * 7, word, ctypes.POINTER(_WORD), word)
 
         def noting(name: str) -> Callable[..., int]:
             def call(*arguments: int) -> int:
@@ -38,6 +41,13 @@ class Calls:
 
         self._kept: list[Any] = [ctypes.CFUNCTYPE(ctypes.c_int, *kind)(noting(name)) for name, kind in kinds]
         self._kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int64)(noting("sleep")))
+        noted = noting("launch")
+
+        def launched(*arguments: Any) -> int:
+            *given, words, _ = arguments
+            return noted(*given, *[words[n].contents.value for n in range(ARGUMENTS)])
+
+        self._kept.append(launch(launched))
         self.runtime = runtime_of(tuple(ctypes.cast(each, ctypes.c_void_p).value or 0 for each in self._kept))
 
 
@@ -60,10 +70,20 @@ def test_copies_for_which_compute_waits_have_no_kernels_between_them() -> None:
     assert [call[0] for call in calls.log] == ["copy", "copy"]
 
 
-@pytest.mark.parametrize("fails", range(4))
+def test_a_kernel_is_launched_behind_the_copies_and_its_answer_is_copied() -> None:
+    calls, kernel = Calls(), load_extension().Kernel(77, 5, 128, 32, (1 << 40, 2, 3 << 40), (1, 2, 3))
+    calls.runtime.queue(9, (), 3, [(5, 6, 7)], TO_HOST, 4, -1, kernel)
+    assert calls.log == [
+        *(("record", 3, 9), ("copy", 5, 6, 7, TO_HOST, 9)),
+        *(("launch", 77, 5, 1, 1, 128, 1, 1, 32, 9, 1 << 40, 2, 3 << 40), ("copy", 1, 2, 3, TO_HOST, 9)),
+        ("record", 4, 9),
+    ]
+
+
+@pytest.mark.parametrize("fails", range(6))
 def test_an_error_ends_the_job(fails: int) -> None:
-    calls = Calls(fails)
-    error, _ = calls.runtime.queue(9, (1,), 3, [(5, 6, 7)], TO_HOST, 4, 0)
+    calls, kernel = Calls(fails), load_extension().Kernel(77, 5, 128, 32, (1, 2, 3), (1, 2, 3))
+    error, _ = calls.runtime.queue(9, (1,), 3, [(5, 6, 7)], TO_HOST, 4, 0, kernel)
     assert (error, len(calls.log)) == (7, fails + 1)
 
 

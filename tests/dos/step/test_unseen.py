@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dos import DOSAdam
-from dos.state.bit_sums import BitSums
-from dos.state.subgroup import Piece
+from dos.state.bit_sums import Summing
 from dos.step.work import SubgroupUpdate
 from perfmodel import Placement
 from tests.support.fake_cuda import FakeCudaDevice, install
@@ -106,14 +105,13 @@ def test_so_many_times_a_step_reads_each_parameter_for_it(
     dtype: torch.dtype, policy: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As docs/limits.md says."""
-    write, found = BitSums._write, list[int]()
+    call, found = Summing.__call__, list[int]()
 
-    def counted(sums: BitSums, place: int, pieces: Iterable[Piece]) -> None:
-        pieces = list(pieces)
-        found.extend(piece.numel for piece in pieces)
-        write(sums, place, pieces)
+    def counted(work: Summing) -> None:
+        found.extend(piece.numel for piece in work.pieces)
+        call(work)
 
-    monkeypatch.setattr(BitSums, "_write", counted)
+    monkeypatch.setattr(Summing, "__call__", counted)
     model = mlp(dtype, width=256)
     optimizer = making(monkeypatch, None, policy=policy)(model.parameters())
     for step in range(4):
