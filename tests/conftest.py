@@ -104,7 +104,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @functools.cache
 def needs_processes(file: Path) -> bool:
     """Whether its tests need ranks, or programs in forks of an interpreter that has imported torch, which takes 4 s."""
-    wanted = r": Ranks|@on_(pair|ranks)|from tests.support.processes import (run_)?python"
+    wanted = r": Ranks|@on_(pair|ranks)|from tests.support.processes import .*python"
     return re.search(wanted, file.read_text()) is not None
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import pages, processes
+from tests.support import pages
 from tests.support.figures import read_figures
+from tests.support.processes import Done, run_python
 
 ROOT = pages.ROOT
 ABSENT = (
@@ -60,12 +61,12 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 
 
-def run(command: str, arguments: str, folder: Path) -> processes.Done:
+def run(command: str, arguments: str, folder: Path) -> Done:
     """By a Python that has nothing of ABSENT, as have its children."""
     (folder / "sitecustomize.py").write_text(LACKS)
     words = [*command.split(), *arguments.split()]
     path = os.pathsep.join((str(folder), str(ROOT)))
-    return processes.run_python("-c", LACKS + RUNS, *words, cwd=folder, timeout=600, good=False, PYTHONPATH=path)
+    return run_python("-c", LACKS + RUNS, *words, cwd=folder, timeout=600, good=False, PYTHONPATH=path)
 
 
 def starts(command: str, arguments: str, folder: Path) -> None:
