@@ -71,6 +71,7 @@ class AdamBatch:
             _check_run(run, runs[0].param.device)
         self._has_max = np.array([run.max_exp_avg_sq is not None for run in runs], bool)
         self._dtypes: list[torch.dtype] = []
+        self._takes_all = False
         rows = [[*map(_address, run), *map(_type, (run.grad, run.param, run.out)), len(run.param), 0] for run in runs]
         self._table = np.array(rows, np.int64).reshape(len(runs), STEP + 1)
         self._gpu = None if not runs or runs[0].param.is_cpu else GpuBatch(runs[0].param.device)
@@ -105,8 +106,11 @@ class AdamBatch:
         Args:
             which: for each run, whether to do so; None: for all.
         """
+        if which is None and self._takes_all:  # in almost every step: to set it again takes longer than small updates
+            return
         if which is not None:
             self._check_length("which", which)
+        self._takes_all = which is None
         masters = self._table[:, OUT] != 0
         self._table[masters, TAKES_WRITTEN] = 1 if which is None else np.array(which, bool)[masters]
 

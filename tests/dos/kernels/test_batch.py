@@ -131,6 +131,17 @@ def test_masters_take_over_what_user_code_has_written(out: torch.dtype, where: s
         assert_same_bits(list(ours), list(theirs))
 
 
+def test_which_masters_take_over_lasts_until_it_is_said_anew() -> None:
+    master, grad, copy = torch.zeros(128), torch.zeros(128), torch.zeros(128, dtype=torch.float16)
+    run = AdamArrays(grad, master, torch.zeros(128), torch.zeros(128), out=copy)
+    batch = AdamBatch([run])
+    for takes, found in ((None, 1.0), ([False], 2.0), (None, 3.0), (None, 4.0)):
+        batch.take_written(takes)
+        copy.fill_(found)
+        batch.update(STEP)
+        assert (takes is None) == bool((master - found).abs().max() < 0.5)
+
+
 def clone_all(runs: list[Run]) -> list[Run]:
     return [clone(run) for run in runs]
 
