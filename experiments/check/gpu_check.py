@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     )
     part = "GPU memory in which it trains: 24GiB (12GiB)"
     parser.add_argument("--slice", type=parse_bytes, metavar="SIZE", help=part)
-    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of its steps (4)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of its steps (as many as fit, up to 16)")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.only or ()) - {check.name for check in checks})
     if unknown:

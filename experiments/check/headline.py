@@ -1,18 +1,20 @@
 """Tokens per second of each optimizer, in a process of its own: where AdamW does not fit, or beside AdamW.
 
-    python -m experiments.headline [--model 6.6B|1.2B|8B] [--rounds N] [--micro-batches N] [--contender NAME] [--json]
+    python -m experiments.headline [--model 6.6B|1.2B|8B] [--tokens N] [--rounds N] [--contender NAME] [--json]
 
 6.6 billion parameters on one GPU of 80 GB, where AdamW with float32 masters does not fit; or 1.2 billion, of which
 DOSAdam has memory for a half or a tenth of the state, beside AdamW and all peers that are installed, each with its best
 settings; or 8 billion whose weights stream, in all of the GPU's memory and in a slice of it (`--slice`). All parameters
 are trained, in bfloat16 with float32 masters where nothing else is said; a micro-batch has 4 sequences of 2,048 tokens
-(`--batch`). "No optimizer" is the ceiling. Beside DOSAdam's figure is what the planner (`python -m perfmodel`) says.
-Without a GPU the same commands run with an emulated accelerator and tiny models, and say that no figure means
-anything; with `--dry h100` they run DOSAdam, at full size, on the GPU of `experiments.dry`, which is only time.
+(`--batch`), or as many as fit, if `--tokens` says how many a step has. "No optimizer" is the ceiling. Beside DOSAdam's
+figure is what the planner (`python -m perfmodel`) says. Without a GPU the same commands run with an emulated
+accelerator and tiny models, and say that no figure means anything; with `--dry h100` they run DOSAdam, at full size, on
+the GPU of `experiments.dry`, which is only time.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import itertools
@@ -25,7 +27,7 @@ from experiments.check import environment
 from experiments.check.base import Check, Record, Settings, Size, Status, run_isolated
 from experiments.check.gpu_check import RESULTS, find_gpu, slug
 from experiments.check.headline_on_dry import SAID, needs_gpu, run_dry
-from experiments.check.training_ways import train
+from experiments.check.training_ways import DOES_NOT_FIT, Steps, train
 from experiments.check.ways import JOBS, LARGE, ways
 from experiments.command import Parser, positive, table_of
 from experiments.dry.machines import FILES
@@ -36,7 +38,7 @@ SECONDS = 150.0
 """That a contender may take, with four micro-batches or fewer."""
 NEEDS_GPU = "needs a GPU"
 COLUMNS = (
-    *("contender", "parameters", "tokens_per_step", "tokens_per_s", "spread", "predicted_tokens_per_s"),
+    *("contender", "parameters", "batch", "tokens_per_step", "tokens_per_s", "spread", "predicted_tokens_per_s"),
     *("gpu_bytes", "host_bytes", "note"),
 )
 EMULATED = (
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_count("rounds", 1, "of all contenders in turn; medians of them are shown")
     parser.add_count("micro-batches", 1, "of a step")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences of a micro-batch (4)")
+    whole = "of a step instead: 32768; in the largest micro-batches that fit"
+    parser.add_argument("--tokens", type=positive, metavar="N", help=whole)
     parser.add_argument(
         "--slice", type=parse_bytes, default=24 << 30, metavar="SIZE", help="GPU memory where a slice is used (24GiB)"
     )
@@ -64,27 +68,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in known[arguments.model]:
             parser.error(f"argument --contender: found {name!r}; there are {'; '.join(known[arguments.model])}")
+    context = JOBS[arguments.model].config.context
+    if arguments.tokens and (arguments.tokens % context or arguments.micro_batches > 1):
+        parser.error(f"argument --tokens: expected a multiple of {context}, without --micro-batches")
     gpu = None if arguments.dry else find_gpu()[0]
     date = datetime.date.today().isoformat()
     out: Path = arguments.out or (RESULTS / f"{slug(gpu)}-{date}-headline" if gpu else Path("out/headline"))
     out.mkdir(parents=True, exist_ok=True)
     settings = Settings(Size.TINY if gpu is None else Size.FULL, cuda=gpu is not None, out=out)
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    seconds = SECONDS * max(1.0, arguments.micro_batches / 4)
+    steps = Steps(arguments.micro_batches, arguments.batch, arguments.tokens, arguments.slice)
+    seconds = SECONDS * max(1.0, arguments.micro_batches / 4, (arguments.tokens or 0) / context / 16)
+
+    def row(name: str, steps: Steps) -> dict[str, Any]:
+        """The figures of a contender; with --tokens in smaller micro-batches where the largest do not fit."""
+        if arguments.dry and needs_gpu(arguments.model, name):
+            return {"contender": name, "note": NEEDS_GPU}
+        if arguments.dry:
+            found = {"contender": name, **run_dry(arguments.dry, arguments.model, name, steps, out, 2 * seconds)}
+        else:
+            work = functools.partial(train, arguments.model, name, steps)
+            found = row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, seconds))
+        if steps.tokens and found["note"] == DOES_NOT_FIT and found["batch"] > 1:
+            return row(name, dataclasses.replace(steps, batch=found["batch"] - 1))
+        return found
+
     with measuring(arguments.json, emulated=gpu is None and not arguments.dry) as (console, progress):
         for number, name in itertools.product(range(arguments.rounds), names):
             progress(f"{name}, round {number + 1}")
-            how = arguments.micro_batches, arguments.batch, arguments.slice
-            if arguments.dry and needs_gpu(arguments.model, name):
-                row = {"contender": name, "note": NEEDS_GPU}
-            elif arguments.dry:
-                row = {"contender": name, **run_dry(arguments.dry, arguments.model, name, *how, out, 2 * seconds)}
-            else:
-                work = functools.partial(train, arguments.model, name, *how)
-                row = row_of(name, run_isolated(Check(slug(name), name, work, 1.0), settings, seconds))
-            turns[name].append(row)
+            turns[name].append(row(name, steps))
             if not console.is_terminal:  # where no status is shown
-                console.print(f"{name}: " + (row["note"] or f"{row['tokens_per_s']:,.0f} tokens/s"), soft_wrap=True)
+                last = turns[name][-1]
+                console.print(f"{name}: " + (last["note"] or f"{last['tokens_per_s']:,.0f} tokens/s"), soft_wrap=True)
     rows = [median_of(turn) for turn in turns.values()]
     shown = [key for key in COLUMNS if any(row.get(key) for row in rows)]
     where = gpu or (f"Dry {arguments.dry}" if arguments.dry else "Emulated")
@@ -99,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": date,
         **environment.commit(),
         "model": arguments.model,
-        "micro_batches": arguments.micro_batches,
-        "slice_bytes": arguments.slice,
+        **dataclasses.asdict(steps),
     }
     return finish({**head, "rows": rows}, console, arguments.json)
 

@@ -15,7 +15,7 @@ from experiments.check.base import Bench, Settings, Size
 from experiments.check.contenders import NOTHING
 from experiments.check.gpu_check import slug
 from experiments.check.models import Job
-from experiments.check.training_ways import made, measure, predicted, question_of
+from experiments.check.training_ways import Steps, divided, made, measure, predicted, question_of
 from experiments.check.ways import JOBS, ways
 from experiments.dry.machines import machine
 from experiments.gpt import GPT
@@ -37,11 +37,9 @@ SAID = (
 )
 
 
-def run_dry(
-    on: str, model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, out: Path, seconds: float
-) -> dict[str, Any]:
+def run_dry(on: str, model: str, name: str, steps: Steps, out: Path, seconds: float) -> dict[str, Any]:
     """The figures of `figures_on_dry`, or why there are none, from a process of its own. seconds: that it may take."""
-    words = json.dumps([on, model, name, micro_batches, batch, slice_bytes, str(out.resolve())])
+    words = json.dumps([on, model, name, dataclasses.asdict(steps), str(out.resolve())])
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, words]
     try:
         done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False, timeout=seconds)
@@ -52,10 +50,8 @@ def run_dry(
     return {"note": "", **json.loads(done.stdout.splitlines()[-1])}
 
 
-def figures_on_dry(
-    on: str, model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, out: str
-) -> dict[str, Any]:
-    """Train one way on a dry GPU, which is in torch.cuda's place already; return its figures."""
+def figures_on_dry(on: str, model: str, name: str, made_of: dict[str, Any], out: str) -> dict[str, Any]:
+    """Train one way on a dry GPU, which is in torch.cuda's place already; return its figures. made_of: of Steps."""
     from experiments.dry import gpu
     from experiments.dry.model import Times, dry_gpt
     from experiments.simdev.accelerator import lib
@@ -63,8 +59,9 @@ def figures_on_dry(
     way = {each.name: each for each in ways(model)}[name]
     profile = machine(on).profile
     known = find_machine(on, None)._replace(profile=profile, device_bytes=machine(on).device_bytes)
-    job = dataclasses.replace(JOBS[model], batch=batch or JOBS[model].batch)
-    asked = Situation(question_of(job, micro_batches, way, known, slice_bytes))
+    steps = Steps(**made_of)
+    job, micro_batches = divided(JOBS[model], way, steps, known)
+    asked = Situation(question_of(job, micro_batches, way, known, steps.slice_bytes))
     forward_s, backward_s = (seconds / job.config.layers for seconds in asked.job.compute_s)
 
     class DryJob(Job):
@@ -77,7 +74,7 @@ def figures_on_dry(
             return self.model(torch.device("cpu"))
 
     device = torch.device(gpu.KIND, 0)
-    lib.sim_capacity(slice_bytes if way.sliced else machine(on).device_bytes)
+    lib.sim_capacity(steps.slice_bytes if way.sliced else machine(on).device_bytes)
     lib.sim_others(asked.device.activations + asked.question.reserved)
     bench = Bench(slug(name), Settings(Size.FULL, cuda=True, out=Path(out)), 0.0, Path(out) / "dry.json")
     profiled = dataclasses.replace(way, options={**way.options, "profile": profile})
@@ -85,7 +82,7 @@ def figures_on_dry(
     if measure(contender, job, micro_batches, bench, device, learns=way.kind is None):
         bench.note(gpu_bytes=torch.cuda.max_memory_reserved())
         if way.kind is None:
-            bench.note(predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes, known))
+            bench.note(predicted_tokens_per_s=predicted(job, micro_batches, way, steps.slice_bytes, known))
     return bench.record.figures
 
 

@@ -15,6 +15,9 @@ from experiments.gpt import GPT, GPTConfig
 from experiments.miniature import equal_subgroups, fastest_s, slowed
 from perfmodel.format import MIXED
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.machine import UNKNOWN
+from perfmodel.planner.question import Question
+from perfmodel.planner.transformer import Transformer
 
 SETTINGS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 """Of every optimizer."""
@@ -84,6 +87,19 @@ class Job:
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         return model
+
+    def question(self, device_bytes: int, **settings: Any) -> Question:
+        """What the planner is asked about training it. settings: of a Question."""
+        c = self.config
+        sizes = {"n_embd": c.width, "n_layer": c.layers, "n_head": c.heads, "n_positions": c.context}
+        defaults: dict[str, Any] = {
+            "profile": HardwareProfile.builtin(UNKNOWN),
+            "batch": self.batch,
+            "sequence": c.context,
+            "checkpointing": True,
+        }
+        model = Transformer.from_config({**sizes, "vocab_size": c.vocabulary})
+        return Question(model, device_bytes=device_bytes, **{**defaults, **settings})
 
     def batches(self, count: int, device: torch.device) -> list[Batch]:
         """Random tokens and targets."""

@@ -18,8 +18,9 @@ from experiments.check.contenders import NOTHING, Own, Trains, reference
 from experiments.check.contest import SUBGROUPS, Clock, Effort, iterate, run_rounds, summaries
 from experiments.check.models import HOST_BYTES, MEDIUM, SETTINGS, Batch, Job, emulated_device, fitted, prepare
 from experiments.gpt import GPT, GPTConfig
-from perfmodel.format import CODED
+from perfmodel.format import CODED, INT8
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.whatif import most
 
 MOST = 600e6
 """Parameters of the model whose ways are compared: the host has one for each."""
@@ -38,6 +39,8 @@ LARGE = {
 """6.5 billion parameters at full size."""
 GPU_BYTES = {Size.TINY: 150_000, Size.SMALL: 3_000_000, Size.FULL: 12 << 30}
 """The memory in which it trains: less than its weights take."""
+MOST_SEQUENCES = 16
+"""Of a batch that the check chooses; of 2,048 tokens at full size."""
 SETTLING, TIMED = 6, 4
 """Iterations of the large model."""
 
@@ -87,7 +90,8 @@ def compare(bench: Bench, device: torch.device) -> None:
 def train_large(bench: Bench, device: torch.device) -> None:
     """Train a model in a part of the memory, in int8; and forward and backward alone, with all of it.
 
-    By itself the check chooses a part that is less than the weights take.
+    By itself the check chooses a part that is less than the weights take, and the largest batch up to MOST_SEQUENCES
+    that fits into it, and without an optimizer into all memory.
     """
     asked, job = bench.settings, LARGE[bench.size]
     most = asked.slice_bytes or GPU_BYTES[bench.size]
@@ -95,11 +99,12 @@ def train_large(bench: Bench, device: torch.device) -> None:
         job = job.sized(asked.parameters)
     if bench.cuda:
         job = fitted(job, bench, each=math.ceil(CODED.held_bytes))
-    job = dataclasses.replace(job, batch=asked.batch or job.batch)
     weight_bytes = 2 * job.numel
     if weight_bytes <= most and asked.slice_bytes is None:
-        bench.say(f"the host has no memory for a model whose weights do not fit into {most / 2**30:.0f} GiB")
+        bench.say(f"memory here is not enough for a model whose weights do not fit into {most / 2**30:.0f} GiB")
         return
+    weights = 0 if weight_bytes > most else "auto"
+    job = dataclasses.replace(job, batch=asked.batch or largest_batch(job, device, most, weights))
     (batch,), clock = job.batches(1, device), Clock(bench.cuda)
     batches = itertools.repeat(batch)
     alone = Own(reference(NOTHING, None), job, device)
@@ -112,7 +117,6 @@ def train_large(bench: Bench, device: torch.device) -> None:
     else:
         emulated = EmulatedDevice(HardwareProfile.builtin("h100").scaled(1e-4), capacity=most)
     options = {"state_format": "int8", **profile_of(bench, device)}
-    weights = 0 if weight_bytes > most else "auto"
     ours = streaming("large", job.on_host(device), emulated, weights, **options)
     ballast = None if emulated else taken(device, most)
     loss = loss_of(ours.model, batch)
@@ -145,6 +149,18 @@ def train_large(bench: Bench, device: torch.device) -> None:
         f"GiB: {statistics.median(seconds):.3f} s an iteration, {statistics.median(compute_s):.3f} s of forward and "
         "backward alone with all weights there"
     )
+
+
+def largest_batch(job: Job, device: torch.device, slice_bytes: int, weights: Any) -> int:
+    """The largest batch up to MOST_SEQUENCES with which the job fits into the slice, and plainly into the GPU."""
+    if device.type == "cuda":
+        free, reserved = torch.cuda.mem_get_info(device)[0], {}
+    else:  # an emulated one keeps no activations
+        free, reserved = slice_bytes * 100, {"reserved": 0}
+    streams = "auto" if weights == "auto" else "stream"
+    sliced = job.question(slice_bytes, weights=streams, offload_gradients=True, state_format=INT8, **reserved)
+    whole = job.question(free, accumulation=False, **reserved)
+    return max(1, min(most(each, "batch", MOST_SEQUENCES) for each in (sliced, whole)))
 
 
 @torch.no_grad()

@@ -19,11 +19,12 @@ from experiments.check.models import SETTINGS, Batch, Job, emulated_device, prep
 from experiments.check.streaming import GPU_BYTES, taken
 from experiments.check.ways import BACKWARD, DEFAULT, JOBS, TINY, Way, ways
 from perfmodel.format import CODED, SPLIT
-from perfmodel.planner.machine import Machine, find_machine
+from perfmodel.planner.machine import UNKNOWN, Machine, find_machine
 from perfmodel.planner.outcome import adaptive_outcome
 from perfmodel.planner.question import Question
 from perfmodel.planner.situation import Situation
-from perfmodel.planner.transformer import Transformer
+from perfmodel.planner.units import Memory
+from perfmodel.planner.whatif import most
 
 TIMED = {Size.TINY: 2, Size.FULL: 6}
 LEARNING = {Size.TINY: 2, Size.FULL: 14}
@@ -45,24 +46,43 @@ class Accumulating(Contender):
             self._inner.compute(batch)
 
 
-def train(model: str, name: str, micro_batches: int, batch: int | None, slice_bytes: int, bench: Bench) -> None:
-    """Train one way, and note its figures. batch: sequences, if not the job's. slice_bytes: of memory, if sliced."""
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """What a step is made of.
+
+    tokens: of a step, whose micro-batches are as large as fit; None: `micro_batches` of them. batch: sequences of a
+    micro-batch; None: the job's, and with `tokens` any number. slice_bytes: of GPU memory, for ways that are sliced.
+    """
+
+    micro_batches: int = 1
+    batch: int | None = None
+    tokens: int | None = None
+    slice_bytes: int = 24 << 30
+
+
+def train(model: str, name: str, steps: Steps, bench: Bench) -> None:
+    """Train one way, and note its figures."""
     way = {each.name: each for each in ways(model)}[name]
+    known = this_machine() if bench.cuda else find_machine("h100", None)
+    whole, micro_batches = divided(JOBS[model], way, steps, known)
     if micro_batches > 1 and way.kind is not None and way.kind.package == "deepspeed":
         raise Skipped("its engine counts micro-batches itself, by another configuration")
-    job, device = (JOBS if bench.cuda else TINY)[model], prepare(bench)
-    job = dataclasses.replace(job, batch=batch or job.batch)
+    job, device = whole if bench.cuda else TINY[model], prepare(bench)
+    if not bench.cuda and (steps.tokens or steps.batch):
+        job = dataclasses.replace(job, batch=whole.batch)
     size = -(-job.numel // 8)
     emulated = None if bench.cuda else emulated_device(job, size)
     if emulated is not None and way.sliced:
         emulated = EmulatedDevice(emulated.profile, capacity=GPU_BYTES[Size.TINY])
-    ballast = taken(device, slice_bytes) if bench.cuda and way.sliced else None
+    ballast = taken(device, steps.slice_bytes) if bench.cuda and way.sliced else None
     contender = made(way, job, device, emulated, None if bench.cuda else size)
     if measure(contender, job, micro_batches, bench, device, learns=way.kind is None):
         bench.note(host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         if bench.cuda:
             gpu_bytes = torch.cuda.max_memory_reserved() - (0 if ballast is None else ballast.nbytes)
-            bench.note(gpu_bytes=gpu_bytes, predicted_tokens_per_s=predicted(job, micro_batches, way, slice_bytes))
+            bench.note(
+                gpu_bytes=gpu_bytes, predicted_tokens_per_s=predicted(job, micro_batches, way, steps.slice_bytes)
+            )
 
 
 def measure(
@@ -71,7 +91,7 @@ def measure(
     """Iterate, and note the figures, or why there are none; return whether there are."""
     batches, clock = itertools.cycle(job.batches(2, device)), Clock(bench.cuda)
     tokens = micro_batches * job.batch * job.config.context
-    bench.note(parameters=job.numel, tokens_per_step=tokens)
+    bench.note(parameters=job.numel, batch=job.batch, tokens_per_step=tokens)
     try:
         contender.open()
         running = Accumulating(contender, micro_batches)
@@ -111,6 +131,14 @@ def made(way: Way, job: Job, device: torch.device, emulated: Any, size: int | No
     return Trains(way.name, model, optimizer)
 
 
+def this_machine() -> Machine:
+    """This GPU's machine; if the planner does not know it, any with its memory."""
+    try:
+        return find_machine(torch.cuda.get_device_name(), None)
+    except ValueError:
+        return find_machine(UNKNOWN, Memory("", torch.cuda.get_device_properties(0).total_memory, False))
+
+
 def predicted(
     job: Job, micro_batches: int, way: Way = DEFAULT, slice_bytes: int = 0, known: Machine | None = None
 ) -> float | None:
@@ -130,16 +158,10 @@ def predicted(
 
 def question_of(job: Job, micro_batches: int, way: Way, known: Machine, slice_bytes: int) -> Question:
     """What the planner is asked about a way. known: the machine."""
-    c = job.config
     rate, source = known.flops_rate("bf16", None, None)
-    sizes = {"n_embd": c.width, "n_layer": c.layers, "n_head": c.heads, "n_positions": c.context}
-    return Question(
-        Transformer.from_config({**sizes, "vocab_size": c.vocabulary}),
-        known.profile,
+    return job.question(
         slice_bytes if way.sliced else known.device_bytes,
-        batch=job.batch,
-        sequence=c.context,
-        checkpointing=True,
+        profile=known.profile,
         micro_batches=micro_batches,
         accumulation=micro_batches > 1,
         weights="auto" if way.streams else "stay",
@@ -149,3 +171,13 @@ def question_of(job: Job, micro_batches: int, way: Way, known: Machine, slice_by
         flops_rate=rate,
         flops_source=source,
     )
+
+
+def divided(job: Job, way: Way, steps: Steps, known: Machine) -> tuple[Job, int]:
+    """The job with the batch of a micro-batch, and how many micro-batches a step has."""
+    if steps.tokens is None:
+        return dataclasses.replace(job, batch=steps.batch or job.batch), steps.micro_batches
+    sequences = steps.tokens // job.config.context
+    fits = most(question_of(job, 2, way, known, steps.slice_bytes), "batch", min(sequences, steps.batch or sequences))
+    batch = max(n for n in range(1, max(1, fits) + 1) if sequences % n == 0)
+    return dataclasses.replace(job, batch=batch), sequences // batch

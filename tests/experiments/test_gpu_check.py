@@ -27,6 +27,7 @@ from experiments.check.contest import EFFORTS, FIXED, Clock, Effort, compete, na
 from experiments.check.gpu_check import CHECKS, find_gpu, main, run_all
 from experiments.check.models import MEDIUM, Batch, fitted
 from experiments.check.report import alarms, show
+from experiments.check.streaming import LARGE, MOST_SEQUENCES, largest_batch
 from experiments.harness import Limit
 from perfmodel.hardware import HardwareProfile
 from tests.support import ROOT
@@ -281,6 +282,15 @@ def test_jobs_know_their_parameters_and_are_cut_to_what_fits(tmp_path: Path) -> 
         fitted(job, here, most=1e6)
     here.settings = dataclasses.replace(here.settings, host_bytes=20 << 30)
     assert 0.75 * (20 << 30) < 16 * fitted(job, here).numel <= 0.8 * (20 << 30)
+
+
+def test_the_batch_of_the_model_that_streams_is_the_largest_that_fits() -> None:
+    device = torch.device("cpu")
+    batches = [largest_batch(LARGE[Size.FULL], device, gib << 30, 0) for gib in (4, 8, 12, 16, 24)]
+    assert batches == sorted(batches)
+    assert 1 <= batches[0] < batches[2] < batches[3]
+    assert batches[-1] == MOST_SEQUENCES
+    assert largest_batch(LARGE[Size.FULL], device, 16 << 30, "auto") == batches[3], "all blocks may stream"
 
 
 @pytest.mark.slow

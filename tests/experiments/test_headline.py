@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from experiments.check.base import Check, Record, Status
 from experiments.check.headline import main, median_of
-from experiments.check.training_ways import predicted
-from experiments.check.ways import BACKWARD, JOBS, LARGE, MEDIUM, STREAMING, ways
+from experiments.check.training_ways import Steps, divided, predicted, question_of
+from experiments.check.ways import BACKWARD, JOBS, LARGE, MEDIUM, STREAMING, Way, ways
 from experiments.simdev.build import UnavailableError, library
+from perfmodel.planner.machine import find_machine
+from perfmodel.planner.situation import Situation
 
 
 def test_contenders_have_figures_or_a_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +52,9 @@ def test_the_median_of_rounds_is_shown_with_all() -> None:
     assert median_of(turns[3:]) == {"note": "does not fit"}
 
 
-def test_eight_billion_in_a_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_eight_billion_in_a_slice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is planned with the slice's memory, and runs where that is less than the weights take."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     everywhere, exact, coded = ways(STREAMING)[1:]
@@ -57,8 +62,43 @@ def test_eight_billion_in_a_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert 5000 < rates[0] < rates[1] < 11_000
     assert rates[0] < rates[2] < 11_000
     assert predicted(JOBS[STREAMING], 4, exact, 8 << 30) == 0.0, "it does not fit"
-    names = ["--contender", coded.name, "--batch", "2", "--micro-batches", "2"]
+    names = ["--contender", coded.name, "--tokens", "32768", "--batch", "2"]
     assert main(["--out", str(tmp_path), "--json", "--model", STREAMING, *names]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["batch"], row["tokens_per_step"]) == (2, 16 * 16), row["note"]
+
+
+def test_micro_batches_are_the_largest_that_fit() -> None:
+    everywhere, exact, _ = ways(STREAMING)[1:]
+    h100 = find_machine("h100", None)
+
+    def counts(way: Way, **steps: Any) -> tuple[int, int]:
+        job, micro_batches = divided(JOBS[STREAMING], way, Steps(**steps), h100)
+        return job.batch, micro_batches
+
+    assert counts(exact, tokens=32768) == (8, 2)
+    batch, _ = counts(exact, tokens=2048 * 720_720)  # which all numbers up to 16 divide
+    question = question_of(JOBS[STREAMING], 2, exact, h100, 24 << 30)
+    assert [Situation(question.replace(batch=batch + more)).fits for more in (0, 1)] == [True, False]
+    assert counts(everywhere, tokens=32768) == (16, 1)
+    assert counts(everywhere, tokens=32768, batch=15) == (8, 2)
+    assert counts(exact, tokens=32768, slice_bytes=2 << 30) == (1, 16), "it will be said not to fit"
+    assert counts(exact, micro_batches=3, batch=5) == (5, 3)
+
+
+def test_smaller_micro_batches_are_tried_where_the_largest_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(check: Check, *_: object) -> Record:
+        batch = cast(Any, check.run).args[2].batch or 8
+        note = {"note": "does not fit"} if batch > 5 else {"note": "", "tokens_per_s": 1.0, "spread": ""}
+        return Record("", Status.PASSED, figures={"batch": batch, **note})
+
+    monkeypatch.setattr("experiments.check.headline.find_gpu", lambda: (None, None))
+    monkeypatch.setattr("experiments.check.headline.run_isolated", run)
+    assert main(["--out", str(tmp_path), "--json", "--tokens", "16384", "--contender", "DOSAdam"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["batch"], row["note"]) == (5, "")
 
 
 def on_a_dry_gpu(model: str, *names: str, out: Path, shown: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
