@@ -69,8 +69,8 @@ class Block:
         """The last transfer that reads the homes. It may run on after `release`."""
         self._joined: set[Caller] = set()
         self._versions: list[int] = []
-        self._leads: list[int] = []
-        """The value of `_lead` when the modules got the copies."""
+        self._offsets_at_load: list[int] = []
+        """The value of `_version_offsets` when the modules got the copies."""
         self._queue: Caller = None
         sizes = [member.parameter.nbytes for member in members]
         self._starts = [sum(map(aligned, sizes[:i])) for i in range(len(sizes))]
@@ -97,7 +97,7 @@ class Block:
         """Make the copies, without memory. like: their device."""
         for member, copy in zip(self.members, self._make_buffer(like), strict=True):
             self.copies.append(nn.Parameter(copy, requires_grad=member.parameter.requires_grad))
-        self._leads = self._lead()
+        self._offsets_at_load = self._version_offsets()
 
     def _make_buffer(self, like: torch.device) -> list[Tensor]:
         """Make the storage of the copies, without memory; return tensors for them. like: their device."""
@@ -250,7 +250,7 @@ class Block:
             if copy.requires_grad != member.parameter.requires_grad:
                 copy.requires_grad_(member.parameter.requires_grad)
         self._exchange(self.copies)
-        self._leads = self._lead()
+        self._offsets_at_load = self._version_offsets()
 
     def use_homes(self) -> None:
         """Set the homes as the parameters of the block's modules."""
@@ -267,13 +267,13 @@ class Block:
         finally:
             self.exchanging = False
 
-    def _lead(self) -> list[int]:
+    def _version_offsets(self) -> list[int]:
         """Return the writes to each copy less the writes to its home: `tell_autograd` raises both counters."""
         return [version_counter(c) - now for c, now in zip(self.copies, self._now(), strict=True)]
 
     def check_copies(self) -> None:
         """Raise RuntimeError if the block's forward wrote to its parameters: no write reaches the homes."""
-        for copy, before, after in zip(self.copies, self._leads, self._lead(), strict=True):
+        for copy, before, after in zip(self.copies, self._offsets_at_load, self._version_offsets(), strict=True):
             if after > before or storage_address(copy.untyped_storage()) != self.storage:
                 raise RuntimeError(
                     f"the forward of a block wrote to its own parameter of shape {tuple(copy.shape)}, or replaced its "
