@@ -70,7 +70,7 @@ class CudaDevice:
         self.caller_number: Callable[[], int] = partial(find_stream_number(), self._index)
         self._callers: dict[int, torch.cuda.Stream] = {}
         """The caller's streams by number."""
-        self._turns = {op: _Turns(-1 if op in _URGENT else 0) for op in self._streams}
+        self._yields = {op: _YieldCopyEngine(-1 if op in _URGENT else 0) for op in self._streams}
         self._numbers = {op: (getattr(s, STREAM), KINDS.get(LANE_OF[op], 0)) for op, s in self._streams.items()}
         """The streams, and the kinds of the copies there, as the runtime knows them."""
         self._runtime = runtime()
@@ -286,7 +286,7 @@ class CudaDevice:
         return job
 
     def _copy_by_torch(self, op: Op, parts: Sequence[Part], device: Sequence[Tensor], then: Behind | None) -> None:
-        queue_parts(parts, device, to_host=LANE_OF[op] is Lane.D2H, before=self._turns[op])
+        queue_parts(parts, device, to_host=LANE_OF[op] is Lane.D2H, before=self._yields[op])
         if then is not None:
             then()
 
@@ -377,7 +377,7 @@ class CudaDevice:
         with (
             named(LANE_OF[op], op, subgroup) if names() else _ALREADY,
             self.current(),
-            _On(stream, self.caller()) if work is not None or self._turns[op].pauses(copies) else _ALREADY,
+            _On(stream, self.caller()) if work is not None or self._yields[op].pauses(copies) else _ALREADY,
             torch.no_grad() if work is not None and torch.is_grad_enabled() else _ALREADY,  # eight calls of Python
         ):
             if self._leftovers.ends:
@@ -421,8 +421,8 @@ class CudaDevice:
     ) -> None:
         """Let the runtime queue a job, or a part of one. waits, start, end: events."""
         assert self._runtime is not None, "it is called in that case alone"
-        turns, (stream, kind) = self._turns[op], self._numbers[op]
-        error, turns.moved = self._runtime.queue(stream, waits, start, copies, kind, end, turns.moved, kernel)
+        yields, (stream, kind) = self._yields[op], self._numbers[op]
+        error, yields.moved = self._runtime.queue(stream, waits, start, copies, kind, end, yields.moved, kernel)
         if error:
             torch.cuda.check_error(error)
 
@@ -466,7 +466,7 @@ def _streams_of(device: torch.device) -> tuple[Mapping[Op, torch.cuda.Stream], t
     streams = {op: torch.cuda.Stream(device, priority=_NORMAL if op in _URGENT else _HIGH) for op in LANE_OF}
     idle = torch.cuda.Stream(device)
     with torch.cuda.stream(idle):
-        queue_empty_kernel()  # loads the kernel of _Turns, which may wait for the device: not in a backward
+        queue_empty_kernel()  # loads the kernel of _YieldCopyEngine, which may wait for the device: not in a backward
     return streams, idle
 
 
@@ -512,7 +512,7 @@ def _leftovers_of(device: torch.device) -> _Leftovers:
     return _Leftovers(device)
 
 
-class _Turns:
+class _YieldCopyEngine:
     """Lets other streams copy between the pieces of one stream, by an empty kernel before a piece; see `coalesce.Turn`.
 
     A copy engine continues with the stream that it serves as long as that has a copy ready, whatever the priorities:
