@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dos.devices import Copy, Device, Job
-from dos.devices.base import Promise
+from dos.devices.base import Promise, has_ended
 from dos.state.arena import State
 from dos.state.subgroup import Subgroup
 from perfmodel import Op
@@ -36,6 +36,11 @@ class Buffer:
     memory: Tensor
     uses: dict[Stream | Promise, Job] = field(default_factory=dict)
     last: Sequence[Job] = ()
+
+    def __repr__(self) -> str:
+        """Say which jobs use the memory, without a wait."""
+        running = [key.name for key, job in self.uses.items() if isinstance(key, Stream) and not has_ended(job)]
+        return f"<Buffer: {self.memory.nbytes} bytes, {'in use by ' + ', '.join(running) if running else 'not in use'}>"
 
     def use(self, stream: Stream, job: Job) -> None:
         """Note a job that reads or writes the memory."""
@@ -142,6 +147,11 @@ class DeviceStore:
     def occupy(self, subgroup: Subgroup, slot: int) -> None:
         """Let the subgroup's state pass through this slot, until slots are released."""
         self._in_slots[subgroup] = subgroup.in_slot(self.slots[slot].memory)
+
+    @property
+    def filled(self) -> dict[Subgroup, Job]:
+        """Before a step: the subgroups that occupy slots, in the order of these, with their fetches."""
+        return {subgroup: slot.last[0] for subgroup, slot in zip(self._in_slots, self.slots, strict=False) if slot.last}
 
     def use(self, stream: Stream, job: Job, subgroups: Iterable[Subgroup], slot: int | None) -> None:
         """Note a job that uses the rooms of these, those that have any, and a slot."""

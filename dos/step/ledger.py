@@ -36,7 +36,7 @@ class Ledger:
 
     In flight may be:
 
-    - *transits*, which backward has begun for the step to come: gradients to the host, state to slots;
+    - *transits* of gradients to the host, and *slots* of the device that backward has filled for the step to come;
     - *the step* that was issued last, until `settle`, and *queued* steps before it, all of whose work is on the device
       ahead of the work that the caller queues there, so that the next backward need not wait for them;
     - updates `in_place`, of parameters on the host;
@@ -78,7 +78,9 @@ class Ledger:
         """Say what is in flight, and behind what, without a wait."""
         parts = [f"step {self._guard.steps}: {self.step}" if self.step else "no step"]
         parts += [f"queued on the device: {step}" for step in self._queued]
-        parts += [f"{each}" for each in (self.transits.all if self._open else ())]
+        if self._open:
+            parts += [f"{transit}" for transit in self.transits.all]
+            parts += [f"slot {number}: {slot}" for number, slot in enumerate(self.stores.device.slots)]
         if self.in_place.running:
             ended = sum(running.done() for running in self.in_place.running.values())
             parts.append(f"{ended} of {len(self.in_place.running)} updates in place have ended")
@@ -147,11 +149,11 @@ class Ledger:
             # gradient has none, but the schedule needs the number of a slot.
             slots = len(self.stores.device.slots) or int(Placement.GPU_STREAMED in plan.placements)
             granted = dataclasses.replace(plan, slots=slots)
-            made_of = granted, workload, [*before], [transit.task(i) for i, transit in adopted]
+            made_of = granted, workload, [*before], [task for task, _ in adopted]
             if self._scheduled is None or self._scheduled[0] != made_of:  # in most steps it is the last one's
                 self._scheduled = made_of, schedule_step(*made_of)
             # The host begins to update while later tasks are issued.
-            step.issue(self._scheduled[1], dict(enumerate(subjects)), [transit.job for _, transit in adopted])
+            step.issue(self._scheduled[1], dict(enumerate(subjects)), [job for _, job in adopted])
             step.close()
             if DEBUG:
                 log("issued:", step)
@@ -250,7 +252,7 @@ class Ledger:
     @property
     def idle(self) -> bool:
         """Whether nothing is in flight on the device."""
-        return not (self.step or self._queued or (self._open and self.transits.all))
+        return not (self.step or self._queued or (self._open and (self.transits.all or self.stores.device.slots)))
 
     def join(self, subgroup: Subgroup) -> None:
         """Order the work that the caller queues from now on behind the update of this subgroup; block for one in place.

@@ -194,10 +194,10 @@ class Preparation:
 
         denied: subgroups without room on the device, which pass through no slot.
         """
-        transits, subjects, before, store = self._transits, self._subjects, self.before, self._stores.device
+        subjects, before, store = self._subjects, self.before, self._stores.device
         passing = {i: subjects[i] for i in staged(plan, before) if i not in denied}
         nbytes = max((s.slot_bytes(staying=store.has_room(s.subgroup)) for s in passing.values()), default=0)
-        filled = [*transits.filled]
+        filled = [*store.filled]
         first = [subject.subgroup for subject in passing.values()][: len(filled)]
         # Backward may have filled slots for another plan: a step would update from state of other subgroups, or past
         # the end of a slot.

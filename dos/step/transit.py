@@ -1,4 +1,4 @@
-"""Transits: transfers of gradients and state that backward begins for the step to come."""
+"""Transfers that backward begins for the step to come: transits of gradients, and state that fills slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Protocol
 from dos.debug import DEBUG, log
 from dos.devices import LANE_OF, Caller, Copy, Device, Job
 from dos.devices.coalesce import Lent, joined
-from dos.state.device_store import Buffer
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
 from perfmodel import Op, Placement, Plan
@@ -24,29 +23,20 @@ FETCH = Move(Tier.HOST, Tier.DEVICE)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Transit:
-    """A transfer that was issued.
+    """A copy of gradients to the host that was issued.
 
     number: rises in the order of issue. nbytes: the bytes copied. subgroup: None for gradients without elements.
     job: ends with the transfer. Until then the device keeps the memory of both sides.
-    slot: the staging slot that it fills with state, and its number; None: it copies gradients to the host.
     """
 
     number: int
     subgroup: Subgroup | None
     job: Job
     nbytes: int
-    slot: tuple[Buffer, int] | None = None
 
     def __repr__(self) -> str:
         numel = 0 if self.subgroup is None else self.subgroup.numel
-        what = "gradient, device to host" if self.slot is None else f"prefetch, host to device, slot {self.slot[1]}"
-        return f"<Transit {self.number}: {what}, {self.nbytes} bytes of {numel} parameters>"
-
-    def task(self, index: int) -> Task:
-        """Return the transit as a task of a schedule. index: of the subgroup now; backward may have had another."""
-        if self.slot is None:
-            return Task(*GRADIENT, index, self.nbytes)
-        return Task(*MOVES[FETCH], index, self.nbytes, (), self.slot[1], (), FETCH)
+        return f"<Transit {self.number}: gradient, device to host, {self.nbytes} bytes of {numel} parameters>"
 
 
 def wait_for_all(transits: Iterable[Transit]) -> None:
@@ -72,11 +62,9 @@ MOST_EARLY = 1000
 
 
 class Transits:
-    """The transits that backward has begun for the step to come: gradients to the host, state from its home to slots.
+    """What backward has begun for the step to come, which adopts what it uses: transits, and fetches of state to slots.
 
-    The step adopts the transits that it uses.
-
-    all: those that no step has adopted.
+    all: the transits that no step has adopted.
     """
 
     def __init__(self, device: Device, stores: Stores) -> None:
@@ -87,12 +75,6 @@ class Transits:
         self._streamed: list[int] = []
         self._slot_bytes = 0
         self._numbers = itertools.count()
-
-    @property
-    def filled(self) -> dict[Subgroup | None, Transit]:
-        """The transits that have filled slots, by subgroup, in the order of the slots."""
-        slots = self._stores.device.slots
-        return {each.subgroup: each for each in self.all if each.slot is not None and each.slot[0] in slots}
 
     def send(
         self,
@@ -113,7 +95,7 @@ class Transits:
         """
         if len(self.all) > MOST_EARLY:  # many backwards without a step; departures refer to transits in use
             wait_for_all(self.all)
-            self.all = [*self.filled.values()]
+            self.all = []
         # Behind the work of each queue in which backward writes these gradients.
         behind = () if then is None else (then,)
         sent = copies if isinstance(copies, Lent) else joined(copies) if freed else Lent(joined(copies))
@@ -153,26 +135,21 @@ class Transits:
             # Behind the caller's stream, which may still use former contents of the memory that the copy writes.
             job = self._stores.copy(FETCH, i, subgroup, self._device.fence())
             store.use(Stream.PREFETCH, job, (), slot)
-            transit = Transit(next(self._numbers), subgroup, job, subgroup.state.nbytes, (store.slots[slot], slot))
-            self.all.append(transit)
             if DEBUG:
-                log("issued:", transit)
+                log("issued:", f"slot {slot}: {store.slots[slot]}")
 
-    def adopt(self, plan: Plan, subjects: Sequence[Adopting]) -> list[tuple[int, Transit]]:
-        """Hand the transits that the step uses over to it; return them, each with the index of its subgroup."""
-        used: list[tuple[int, Transit]] = []
-        filled = self.filled
-        for i, subject in enumerate(subjects):
-            # Gradients of subgroups that are updated on the device after all were sent in vain.
-            if plan.placements[i] is Placement.CPU:
-                used += [(i, transit) for transit in subject.departed]
-            if subject.subgroup in filled:
-                used.append((i, filled[subject.subgroup]))
-        used.sort(key=lambda each: each[1].number)
+    def adopt(self, plan: Plan, subjects: Sequence[Adopting]) -> list[tuple[Task, Job]]:
+        """Hand over to the step what it uses; return that as tasks of a schedule, of each stream in order."""
+        # Gradients of subgroups that are updated on the device after all were sent in vain.
+        sent = {t: i for i in plan.served(Placement.CPU) for t in subjects[i].departed}
         # The step waits for the transits that it uses. All others stay here, because `settle` waits for them.
-        numbers = {transit.number for _, transit in used}
-        self.all = [transit for transit in self.all if transit.number not in numbers]
+        self.all = [transit for transit in self.all if transit not in sent]
         self._considered = None
+        used = [(Task(*GRADIENT, sent[t], t.nbytes), t.job) for t in sorted(sent, key=lambda t: t.number)]
+        index = {subject.subgroup: i for i, subject in enumerate(subjects)}
+        for slot, (subgroup, job) in enumerate(self._stores.device.filled.items()):
+            fetch = Task(*MOVES[FETCH], index[subgroup], subgroup.state.nbytes, (), slot, (), FETCH)
+            used.append((fetch, job))
         return used
 
 

@@ -120,11 +120,12 @@ def compare(schedule: Schedule, device: Recording, early: int) -> None:
     assert tasks[under_way].op is Op.BACKWARD
     numbers: dict[Seen, object] = {}
 
-    # Under way: the last of each kind, in the order in which they were asked for.
-    left = list(device.by_caller[:early])
+    # Under way: the last of each kind, on each stream in the order in which they were asked for.
+    asked_on = {stream: [asked for asked in device.by_caller[:early] if asked.stream is stream] for stream in Stream}
     for task in reversed(tasks[:under_way]):
         if task.op is Op.BACKWARD:
             continue
+        left = asked_on[task.stream]
         while _what(left[-1]) != _what(task):
             left.pop()
         asked = left.pop()

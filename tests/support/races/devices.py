@@ -113,7 +113,7 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
     @around(patch, Transits, "adopt")
     def adopt(checker: Checker, plain: Any, self: Any, plan: Any, subjects: Any) -> Any:
         adopted = plain(plan, subjects)
-        checker.use([t.job for _, t in adopted], [gradient.values for s in subjects for _, gradient in s.late])
+        checker.use([job for _, job in adopted], [gradient.values for s in subjects for _, gradient in s.late])
         return adopted
 
     @around(patch, EmulatedDevice, "allocate")
