@@ -259,7 +259,7 @@ class DOSAdam(Optimizer):
             of one type. Parameters of no block, or of several, stay on the device.
         updates: ``"backward"``: each parameter of the model is updated while backward runs, once its gradient is final,
             and ``p.grad`` is None afterwards; ``step()`` ends the iteration. Each backward is a step, except within
-            ``no_update()``. Not with clipping, GradScaler or several ranks (docs/updates-during-backward.md).
+            ``no_update()``. Not with clipping, GradScaler or DDP (docs/updates-during-backward.md).
             ``"step"``: updates begin in ``step()``.
         Raises TypeError for anything but a model, ValueError for one that has none of the optimizer's parameters, or
         with ``updates="backward"`` where updates cannot begin in backward.

@@ -200,7 +200,7 @@ class Finals:
             record, gradient = piece.record, given[piece.record.number]
             if gradient is None:
                 continue
-            if not (away or record.wrapped or record.leaf.grad is gradient):  # user code replaced it while it waited
+            if not (away or record.gradient is gradient):  # user code replaced it while it waited
                 if record in self.updated:
                     raise RuntimeError(SET.format(tuple(record.parameter.shape)))
                 return False

@@ -66,9 +66,19 @@ class InBackward:
     """
 
     def __init__(
-        self, registry: Registry, ledger: Ledger, reconciler: Reconciler, guard: Guard, rule: Rule, members: set[int]
+        self,
+        registry: Registry,
+        ledger: Ledger,
+        reconciler: Reconciler,
+        guard: Guard,
+        rule: Rule,
+        members: set[int],
+        *,
+        reduced: bool,
     ) -> None:
+        """reduced: whether ranks have reduced each gradient when its hook runs, as FSDP2 does."""
         self.members = members
+        self._reduced = reduced
         self.run: Run | None = None
         self.held = 0
         self.unended = False
@@ -218,7 +228,7 @@ class InBackward:
             return DOUBLE
         if not self.members.isdisjoint(ddp.reduced):
             return RANKS.format("DistributedDataParallel")
-        if ddp.several_ranks():
+        if ddp.several_ranks() and not self._reduced:
             return RANKS.format("a job of several ranks")
         among = (parameter,) if run is None else parameters
         hooked = first_hooked([p for p in among if id(p) in self.members])

@@ -8,6 +8,7 @@ from dos.options import Options
 from dos.parameters.watching import first_hooked
 from dos.sharding import ddp
 from dos.sharding.local import is_sharded
+from dos.torch_internals import fsdp2
 from dos.torch_internals.module_parameters import parameters_of
 
 UNENDED = (
@@ -111,8 +112,12 @@ def check_updates(model: nn.Module, options: Options) -> None:
     parameters = parameters_of(model)
     if problem is None and any(id(p) in ddp.reduced for p in parameters):
         problem = "DistributedDataParallel reduces gradients after backward's hooks; train in one process"
-    if problem is None and (ddp.several_ranks() or any(map(is_sharded, parameters))):
-        problem = "ranks divide parameters or reduce gradients, which step() updates; train in one process"
+    final = fsdp2.reduced_before_hooks(model)
+    if problem is None and any(id(p) not in final for p in parameters if ddp.several_ranks() or is_sharded(p)):
+        problem = (
+            "ranks divide parameters, or reduce gradients after backward's hooks, unless fully_shard does, without "
+            "CPUOffloadPolicy; divide the whole model with it, train in one process"
+        )
     hooked = first_hooked(parameters)
     if problem is None and hooked is not None:
         raise ValueError(HOOK.format(tuple(hooked.shape)))

@@ -18,6 +18,7 @@ from dos.owners.state import State
 from dos.owners.waiting import Waiting
 from dos.parameters.hooks import Attachment, lasting
 from dos.parameters.replaced_modules import Successors
+from dos.torch_internals.fsdp2 import reduced_before_hooks
 from dos.torch_internals.module_parameters import parameters_of
 from dos.weights.blocks import Amount as BlocksStaying
 from dos.weights.homes import WeightHomes
@@ -74,12 +75,12 @@ class Attaching:
         for other in self._registry.watching.others():  # replaced, most likely, and not yet collected
             if other.assembly.in_backward is not None and members & other.assembly.in_backward.members:
                 other.attaching.update_in_backward(None)
-        self.update_in_backward(members if updates else None)
+        self.update_in_backward(members if updates else None, reduced=members <= reduced_before_hooks(model))
         parts.connect()
         self.successors.begin(parts.attachment, parts.parameters)
 
-    def update_in_backward(self, members: set[int] | None) -> None:
-        """Update parameters of these ids in backward from now on; None: none."""
+    def update_in_backward(self, members: set[int] | None, *, reduced: bool = False) -> None:
+        """Update parameters of these ids in backward from now on; None: none. reduced: as for `InBackward`."""
         parts, registry = self._assembly, self._registry
         if members is None:
             if parts.in_backward is not None:
@@ -89,7 +90,7 @@ class Attaching:
             return
         registry.watch_host([p for p in parts.parameters if id(p) in members], wanted=True)
         parts.in_backward = InBackward(
-            registry, parts.ledger, parts.reconciler, self.guard, self._options.rule, members
+            registry, parts.ledger, parts.reconciler, self.guard, self._options.rule, members, reduced=reduced
         )
         watch_backwards(self._session())
 

@@ -260,6 +260,10 @@ class Attachment:
 
     def before_gathering(self, parameters: Sequence[Tensor]) -> None:
         """Wait for the updates of these shards, which FSDP2 is about to read on the present stream."""
+        watcher = self._watcher()
+        mode = None if watcher is None else watcher.assembly.in_backward
+        if mode is not None and mode.under_way:
+            mode.check_use(parameters)
         if not self._gathered.issuperset(map(id, parameters)):
             self._gathered.update(map(id, parameters))
             self._first_use |= dict.fromkeys(map(id, parameters))

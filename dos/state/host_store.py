@@ -84,6 +84,11 @@ class HostStore:
         """Return whether the staging of its gradients is allocated."""
         return subgroup.arena.incoming.has(subgroup.start, subgroup.stop)
 
+    def has_reserved(self, subgroup: Subgroup, *, updated: bool) -> bool:
+        """Return whether `reserve` would allocate nothing for the subgroup. updated: whether its staging, too."""
+        tensors = [*subgroup.arena.homes, *(subgroup.arena.staging if updated else ())]
+        return all(t.whole or t.has(subgroup.start, subgroup.stop) for t in tensors)
+
     def reserve(self, subgroups: Iterable[Subgroup], updated: Iterable[Subgroup] = ()) -> list[Subgroup]:
         """Allocate homes of subgroups, and the staging of gradients and parameters of the subgroups in `updated`.
 

@@ -103,11 +103,14 @@ class Parts:
         placement = self.plan.placements[i]
         if stores.disk is not None and (tier is not self.plan.stays(i) or not stores.host.whole(subgroup, tier)):
             return None  # the host's memory is divided anew, for homes and for windows, in `step()` alone
+        resident, on_cpu = placement is Placement.GPU_RESIDENT, tier is Tier.HOST and placement is Placement.CPU
+        # Pinning waits for the device, whose collectives wait for other ranks, which may wait for this one.
+        if subgroup.sharded and not (resident or stores.host.has_reserved(subgroup, updated=on_cpu)):
+            return None
         if self._passes(i, tier) and not self._get_slots(self._slot_bytes(i)):
             return None
-        if placement is Placement.GPU_RESIDENT:
+        if resident:
             return tier if tier is Tier.DEVICE or self._make_room(subgroup) else None
-        on_cpu = tier is Tier.HOST and placement is Placement.CPU
         stores.host.reserve([subgroup], [subgroup] if on_cpu else [])
         return tier
 

@@ -31,6 +31,15 @@ def sharded_groups(model: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def reduced_before_hooks(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that FSDP2 divides and whose hooks it calls when ranks have reduced a gradient.
+
+    Not those that its CPUOffloadPolicy keeps on the host: hooks make it wait for each copy of a gradient.
+    """
+    found = [each for group in sharded_groups(model) for each in group.fsdp_params]
+    return {id(each.sharded_param) for each in found if not each.offload_to_cpu}
+
+
 def modules_of(group: Any) -> set[nn.Module]:
     """Return the modules of the group's parameters. While they run, they have gathered parameters instead."""
     infos = [each._module_info for each in group.fsdp_params]

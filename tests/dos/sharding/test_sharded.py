@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable
@@ -157,7 +158,10 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class Run(NamedTuple):
-    """What is drawn. policy: that name or share, or the seed of plans that change from step to step."""
+    """What is drawn. policy: that name or share, or the seed of plans that change from step to step.
+
+    updates: with which a divided model is attached, where nothing needs a norm.
+    """
 
     mesh: tuple[int, int]
     policy: str | float
@@ -167,6 +171,7 @@ class Run(NamedTuple):
     dtype: torch.dtype
     micro_batches: int
     attach: bool
+    updates: str
     reads: tuple[str, ...]
     moves_to: tuple[int, int]
     width: int
@@ -185,6 +190,7 @@ def drawn() -> st.SearchStrategy[Run]:
         dtype=st.sampled_from([torch.float32, torch.bfloat16]),
         micro_batches=st.integers(1, 3),
         attach=st.booleans(),
+        updates=st.sampled_from(["step", "backward"]),
         reads=st.tuples(*[st.sampled_from(["nothing", "state", "state dict", "norm", "move"])] * STEPS),
         moves_to=mesh,
         width=st.sampled_from([1, 3, 8, 11]),
@@ -204,14 +210,17 @@ def follow(run: Run, divided: bool) -> list[Tensor]:
             max_grad_norm=run.clip,
         )
         if run.attach:
-            optimizer.attach(found)
+            norm = run.clip is not None or "norm" in run.reads or not divided
+            optimizer.attach(found, updates="step" if norm else run.updates)
         return found, optimizer
 
     module, optimizer = build(run.mesh)
     for step, reads in enumerate(run.reads):
         for micro_batch in range(run.micro_batches):
             rows = batch(10 * step + micro_batch, run.width, run.dtype)
-            module(rows).float().pow(2).mean().backward()
+            last = micro_batch == run.micro_batches - 1
+            with contextlib.nullcontext() if last else optimizer.no_update():
+                module(rows).float().pow(2).mean().backward()
         if reads == "norm":
             optimizer.grad_norm()
         optimizer.step()

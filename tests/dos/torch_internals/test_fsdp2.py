@@ -7,11 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from dos.torch_internals.fsdp2 import end_waiting, modules_of, sharded_groups, wait_before_gathering
+from dos.torch_internals.fsdp2 import (
+    end_waiting,
+    modules_of,
+    reduced_before_hooks,
+    sharded_groups,
+    wait_before_gathering,
+)
+from dos.torch_internals.modes import in_backward
 from tests.support.ranks import on_pair
-from tests.support.sharded import batch, mesh_of, model, shard
+from tests.support.sharded import batch, mesh_of, model, on_host, shard
 
 CHANGED = "torch has changed what dos/torch_internals/fsdp2.py relies on"
 
@@ -41,6 +49,28 @@ def test_each_call_of_fully_shard_makes_a_group() -> None:
     of_blocks = [{each for each in block.modules() if [*each.parameters(recurse=False)]} for block in divided[:-1]]
     assert [*map(modules_of, groups)] == [{divided[-1]}, *of_blocks], CHANGED
     assert sharded_groups(nn.Linear(2, 2)) == [], CHANGED
+
+
+@on_pair
+def test_hooks_of_shards_find_reduced_gradients() -> None:
+    """One by one, while backward runs. Under CPUOffloadPolicy a hook makes the copy of each gradient blocking."""
+    divided, alone = shard(model(), mesh_of()), model()
+    rank, found, running = dist.get_rank(), dict[int, Tensor](), list[bool]()
+
+    def hook(p: Tensor) -> None:
+        found[id(p)] = p.grad.full_tensor()
+        running.append(in_backward())
+
+    for p in divided.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    divided(batch(rank)).square().mean().backward()
+    (alone(batch(0)).square().mean() / 2 + alone(batch(1)).square().mean() / 2).backward()
+    assert [*found] != sorted(found, key=[*map(id, divided.parameters())].index), CHANGED
+    for one, other in zip(divided.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found[id(one)], other.grad, msg=CHANGED)
+    assert all(running), CHANGED
+    assert reduced_before_hooks(divided) == {*found}, CHANGED
+    assert not reduced_before_hooks(on_host()), CHANGED
 
 
 @on_pair
