@@ -10,7 +10,7 @@ from dos import DOSAdam
 from tests.support.gpu import DEVICE, NEEDS_GPU
 from tests.support.inside import plan_anew, session_of
 from tests.support.random_plans import RandomPlans
-from tests.support.scales import OnTwoStreams, Scales, Sines, run, with_policy
+from tests.support.scales import ROOM, OnTwoStreams, Scales, Sines, run, with_policy
 
 pytestmark = NEEDS_GPU
 
@@ -67,7 +67,7 @@ def test_formats(policy: str, state_format: str) -> None:
 )
 def test_what_backward_still_reads(policy: str | float, model: type[Scales]) -> None:
     """Weights that backward reads on several streams, and saved tensors that move meanwhile."""
-    settings = {"model_class": model, "layers": 12, "activations": 1.0 if model is Sines else None}
+    settings = {"model_class": model, "layers": 12, "activations": ROOM if model is Sines else None}
     plain = run(with_policy("cpu"), attached=True, **settings)
     assert run(with_policy(policy), attached=True, updates="backward", **settings) == plain
 
