@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dos.options import Options
 from dos.parameters.watching import first_hooked
@@ -118,6 +119,8 @@ def check_updates(model: nn.Module, options: Options) -> None:
             "ranks divide parameters, or reduce gradients after backward's hooks, unless fully_shard does, without "
             "CPUOffloadPolicy; divide the whole model with it, train in one process"
         )
+    if problem is None and any(map(is_lazy, parameters)):
+        problem = "uninitialised parameters can have no hooks; run a forward before"
     hooked = first_hooked(parameters)
     if problem is None and hooked is not None:
         raise ValueError(HOOK.format(tuple(hooked.shape)))

@@ -715,6 +715,8 @@ def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> No
     optimizer = maker("cpu")(model.parameters())
     with pytest.raises(ValueError, match="updates must be 'step' or 'backward'"):
         optimizer.attach(model, updates="forward")
+    with pytest.raises(ValueError, match="uninitialised parameters can have no hooks; run a forward before"):
+        attached(nn.Sequential(nn.LazyLinear(3)))
 
 
 def test_gradients_that_are_refused() -> None:
