@@ -96,6 +96,13 @@ def _sharing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def patch_memory(patch: pytest.MonkeyPatch) -> None:
     """What is accessed past torch, and what is released."""
+    _patch_host(patch)
+    _patch_saved(patch)
+    _patch_disk(patch)
+
+
+def _patch_host(patch: pytest.MonkeyPatch) -> None:
+    """Host memory, the kernels that use it, and what is read of it by address."""
     add_mapping = pinned._add_mapping
 
     def adding(pages: Any, *rest: Any) -> None:
@@ -129,6 +136,10 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
             return plain(*pieces)
         finally:
             here.answered = False
+
+
+def _patch_saved(patch: pytest.MonkeyPatch) -> None:
+    """Saved tensors, and copies of blocks."""
 
     @around(patch, Saved, "save")
     def save(_: Checker, plain: Any, self: Any, *rest: Any) -> Any:
@@ -165,6 +176,10 @@ def patch_memory(patch: pytest.MonkeyPatch) -> None:
         plain()
         if self.filled and self._buffer.untyped_storage().nbytes():
             checker.release(checker.range_of(self._buffer))
+
+
+def _patch_disk(patch: pytest.MonkeyPatch) -> None:
+    """Files, their mappings, and the windows that they are read to and written from."""
 
     def extent_ranges(checker: Checker, extent: Any, *, writes: bool) -> list[tuple[int, int, bool]]:
         found = []
