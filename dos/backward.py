@@ -18,6 +18,7 @@ from dos.devices.base import Moment
 from dos.gradients.departures import Departures
 from dos.guard import Guard
 from dos.options import Options
+from dos.parameters.ahead import Ahead
 from dos.parameters.registry import Registry
 from dos.planning.decisions import Decisions, Facts, host_limits
 from dos.planning.policies import Policy
@@ -54,7 +55,7 @@ class Backward:
     decisions: makes plans. departures: gradients that were sent. activations: saved tensors that move to the host.
     weights: of the model's blocks, if they stream. now: the iteration that runs.
     attached: whether updates run on into a model's forward. updates: whether they begin in backward.
-    gradients_before: the number of gradients in the last iteration.
+    gradients_before: the number of gradients in the last iteration. ahead: the step as the last gradient has found it.
     replays: whether a CUDA graph has captured a backward, whose replays write gradients and run no hooks.
     """
 
@@ -98,6 +99,7 @@ class Backward:
             activations.runs_short = weakref.WeakMethod(self.decisions.memory.runs_short)
         self.now = Iteration(device)
         self._registry, self._ledger, self._guard = registry, ledger, guard
+        self.ahead: Ahead | None = None
         self._wanted = _NOT_ASKED
         self.gradients_before = 0
         self._micro_batches = 1
@@ -184,7 +186,7 @@ class Backward:
         # Ctrl-C is not held back, which would take microseconds for each gradient: a wrong count does no harm.
         with self._guard.lock:
             plan, wanted, _ = self._wanted
-            if plan is None:
+            if plan is None or self.now.gradients + 1 == self.gradients_before:
                 return False
             # From half of backward on there may be memory for slots at any gradient, which `send` fills.
             if plan.slots and not self._ledger.stores.device.slots and self.departures.past_half:
@@ -225,6 +227,12 @@ class Backward:
             self.decisions.refine()
             self.decisions.pace.backward_begins(now, self.decisions.stepped, self._stalls())
             memory.enter(Op.BACKWARD)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last gradient was most likely the last one of backward, and no other rank changes any."""
+        last = self.now.gradients == self.gradients_before
+        return last and not (self.replays or self.now.several_ranks or ddp.reduced)
 
     def may_change(self, record: ParameterRecord) -> bool:
         """Return whether this record's gradients may change after their hooks.
@@ -347,7 +355,7 @@ class Backward:
         assert self.now.workload is not None, "the plan was made for it"
         self.decisions.begin_step(plan, self.now)
         issued = time.perf_counter()
-        with self.now.held_up():
+        with self.now.held_up(self.now.waits[-1].after):  # since the step's memory was reserved
             self._ledger.issue(plan, subjects, before, self.now.workload, self.now)
         self._learn_pace(plan, self._departed, issued)  # behind the step's first work, which it would delay
 
@@ -363,6 +371,7 @@ class Backward:
 
     def cancel_all(self) -> None:
         """Cancel the transfers that backward has begun; the step sends everything anew."""
+        self.ahead = None
         self._ledger.cancel_all()
         self.departures.forget()
         self.begin_gradients()
@@ -409,6 +418,7 @@ class Backward:
             # No step releases the slots, and the next forward needs the memory more.
             self._ledger.stores.device.release_slots()
         self.departures.finish()
+        self.ahead = None
         self.begin_gradients()
         self._wanted = _NOT_ASKED
         self.gradients_before = self.now.gradients

@@ -71,10 +71,10 @@ class Session:
         self.state = State(self.assembly, self.waiting)
         self.taking = Taking(self.assembly, self.waiting)
         self.runs = Runs(self.assembly, self.waiting, self.taking)
-        self.gradients = Gradients(self.assembly, self.waiting, self.taking, self.runs)
         self.edits = Edits(self.assembly, self.waiting, self.taking)
         self.attaching = Attaching(self, self.assembly, self.waiting, self.state)
         self._preparing = Preparing(self.assembly, self.taking, self.state, self.attaching.successors)
+        self.gradients = Gradients(self.assembly, self.waiting, self.taking, self.runs, self._preparing)
         self.skipped = 0
         # Work in flight ends when the optimizer is collected or the interpreter exits.
         weakref.finalize(self, self.ledger.finish)

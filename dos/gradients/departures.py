@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ class Departure:
         # Autograd runs each node on the stream of its forward: gradients of one subgroup may be written on several.
         self.queue = device.caller_number()
         self.callers.add(device.caller())
+
+
+class SoFar(NamedTuple):
+    """The departures so far, the number of gradients that backward has written, and the untouched departures."""
+
+    departures: Mapping[Subgroup, Departure]
+    fired: int
+    whole: list[Departure]
 
 
 class Departures:
@@ -315,6 +324,18 @@ class Departures:
         if self._modes.now() or self._changes != self._modes.changes:
             self._distrust()
 
+    def so_far(self) -> SoFar | None:
+        """Return what `subject` has found since `begin_step`; None if it has looked at single gradients."""
+        return None if self._checked else SoFar(self._departures, self._fired, self._whole)
+
+    def goes_on(self, before: SoFar) -> bool:
+        """Return whether `subject` would find the same as before this step, as long as no gradient has changed."""
+        same = self._departures is before.departures and self._fired == before.fired and self._writes == 0
+        if same and not self._again:
+            self._whole = before.whole
+            return True
+        return False
+
     def _is_untouched(self, record: ParameterRecord, seen: _Seen) -> bool:
         """Return whether this step finds the gradient as backward has written it. Looks once."""
         found = self._checked.get(seen)
@@ -329,7 +350,7 @@ class Departures:
         departure = self._departures.get(subgroup)
         # A wider staging may have replaced the one to which they were sent.
         if departure is None or not departure.sent or departure.staging is not subgroup.arena.incoming.tensor:
-            return Subject(subgroup, update, (), update.items)
+            return Subject(subgroup, update, (), None)
         if departure.whole is not None and self._is_whole(departure.whole[1], update):
             self._whole.append(departure)
             return Subject(subgroup, update, (departure.whole[0],), ())

@@ -11,6 +11,7 @@ from torch import Tensor
 from dos.backward import Backward
 from dos.guard import ANY, Phase, entry, main_thread
 from dos.owners.assembly import Assembly
+from dos.owners.preparing import Preparing
 from dos.owners.runs import Runs
 from dos.owners.taking import Taking
 from dos.owners.waiting import Waiting
@@ -22,10 +23,10 @@ from dos.torch_internals.modes import backward_number, in_backward
 class Gradients:
     """The gradients of one optimizer's parameters as backward writes them. Hooks call this, on any thread."""
 
-    def __init__(self, assembly: Assembly, waiting: Waiting, taking: Taking, runs: Runs) -> None:
+    def __init__(self, assembly: Assembly, waiting: Waiting, taking: Taking, runs: Runs, preparing: Preparing) -> None:
         self.guard, self._lock = assembly.guard, assembly.guard.lock
         self._assembly, self._registry, self._ledger = assembly, assembly.registry, assembly.ledger
-        self._waiting, self._taking, self._runs = waiting, taking, runs
+        self._waiting, self._taking, self._runs, self._preparing = waiting, taking, runs, preparing
         self._uncaptured: int | None = None
         """The number of a backward of which no CUDA graph is made: a graph has all of one, or nothing."""
 
@@ -90,6 +91,8 @@ class Gradients:
                 on_device.now.left += 1
             elif not offloaded.enabled:
                 on_device.send(record)
+                if on_device.is_last:
+                    self._preparing.look_ahead()
             elif leaf.grad is not None:
                 on_device.plan_ahead()
                 self._taking.take_written(record, leaf)

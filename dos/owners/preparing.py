@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from dos.backward import Backward
 from dos.guard import main_thread, warn
@@ -12,6 +13,7 @@ from dos.owners.state import State
 from dos.owners.taking import Taking
 from dos.parameters.active import Active, Ready, updates_of
 from dos.parameters.admission import malformed
+from dos.parameters.ahead import Ahead
 from dos.parameters.group_parameters import members
 from dos.parameters.replaced_modules import Successors
 from dos.planning.decisions import Facts
@@ -30,6 +32,27 @@ class Preparing:
         self._assembly, self._registry, self._ledger = assembly, assembly.registry, assembly.ledger
         self._taking, self._state, self._successors = taking, state, successors
         self._warned_idle = False
+
+    def look_ahead(self) -> None:
+        """Look at the step as backward's last gradient finds it. A hook calls this, while the device still computes."""
+        parts, on_device, stores = self._assembly, self._assembly.on_device, self._ledger.stores
+        if on_device is None or parts.in_backward is not None or stores.disk is not None:
+            return
+        with contextlib.suppress(TypeError, ValueError):  # the step raises the error
+            given = parts.reconciler.look_ahead(parts.groups)
+            if given is not None:
+                on_device.ahead = Ahead.of(given, self._registry, on_device.departures, stores)
+
+    def _updates(
+        self, active: Active, scales: float | Sequence[float]
+    ) -> tuple[Mapping[Subgroup, SubgroupUpdate], Ahead | None]:
+        """Return the updates, and the step that backward's last gradient has found if nothing has changed since."""
+        on_device, given = self._assembly.on_device, active.given
+        if on_device is not None and given is not None and isinstance(scales, float):
+            ahead, seen = on_device.ahead, self._assembly.reconciler.seen
+            if ahead is not None and not seen and ahead.holds(given, on_device.departures):
+                return ahead.take(given, scales), ahead
+        return updates_of(active, self._registry, scales), None
 
     def prepare(self, scale: float) -> Ready | None:
         """Check everything that a step needs, and reserve the memory for it; return None if the step is to be skipped.
@@ -67,6 +90,8 @@ class Preparing:
             self._taking.take_remaining(active.members)
         order = None if parts.attachment is None else parts.attachment.take_new_order()
         if order is not None:
+            if on_device is not None:
+                on_device.ahead = None
             registry.order_by_use(order if parts.weights is None else parts.weights.together(order))
         facts = None
         if on_device is not None:
@@ -77,14 +102,16 @@ class Preparing:
         scales = parts.clipping.scales(active.members, own, scale)
         if scales is None:
             return None
-        updates = updates_of(active, registry, scales)
+        updates, ahead = self._updates(active, scales)
         if parts.in_backward is not None:
             updates = parts.in_backward.left(updates)
         if on_device is None or facts is None:
             return Ready(active, updates, None)
-        return Ready(active, updates, self._reserve(on_device, facts, updates))
+        return Ready(active, updates, self._reserve(on_device, facts, updates, ahead))
 
-    def _reserve(self, on_device: Backward, facts: Facts, updates: Mapping[Subgroup, SubgroupUpdate]) -> Prepared:
+    def _reserve(
+        self, on_device: Backward, facts: Facts, updates: Mapping[Subgroup, SubgroupUpdate], ahead: Ahead | None
+    ) -> Prepared:
         """Decide, and reserve the memory of the plan; decide again where the device denies it.
 
         Raises MemoryError, with nothing changed, if the host has too little memory.
@@ -98,17 +125,21 @@ class Preparing:
         if weights is not None and not self.follow_plan(weights, plan, facts):
             facts = dataclasses.replace(facts, blocks=weights.staying())  # the device has no memory for more
             plan = on_device.decide(facts)
-        subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
+        if ahead is None:
+            subjects = [departures.subject(subgroup, updates.get(subgroup)) for subgroup in subgroups]
+        else:
+            subjects = ahead.subjects
         if registry.offloaded.enabled:  # gradients that backward has offloaded may be in memory that is not pinned
             ledger.spill_to_disk(subgroups)
             stores.host.stage(updates)
             registry.offloaded.pin()
         on_device.record_call(subjects, updates)
-        with on_device.now.held_up():
+        with on_device.now.held_up(on_device.now.step):
             # The allocator gives released memory to the stream that it was allocated on. Allocate on the stream that
             # trains, so that forward can use the memory again.
             ledger.device.owner = ledger.device.caller()
-            with Preparation(subjects, ledger, facts.workload, facts.left) as preparation:
+            before = () if ahead is None else ahead.before
+            with Preparation(subjects, ledger, facts.workload, facts.left, before) as preparation:
                 if stores.disk is not None:
                     facts = dataclasses.replace(facts, rooms=preparation.rooms)
                     plan = on_device.decide(facts)

@@ -54,7 +54,7 @@ class Ready(NamedTuple):
     on_device: Prepared | None
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
     """A subgroup's share of a `Steady` look: which columns of its update last, and which of the members it takes."""
 
     pieces: Sequence[Piece]
@@ -111,7 +111,7 @@ class Steady:
         self._which = [of[id(p)] for p in self._with]
         self.of_groups = [*dict(zip(self._which, members, strict=True)).values()]
         self._places = {record: place for place, record in enumerate(self.records)}
-        self._shares: dict[Subgroup, _Share | None] = {}
+        self._shares: dict[Subgroup, Share | None] = {}
         self.with_masters = {n: r for n, r in enumerate(self.records) if r.arena.whole_masters}
 
     def given(self, groups: Sequence[Group], extras: list[Any], state: LiveState | None) -> Given | None:
@@ -141,7 +141,7 @@ class Steady:
             return None
         return Given(gradients, [*map(Tensor.data_ptr, gradients)], self._forms, self)
 
-    def share(self, subgroup: Subgroup) -> _Share | None:
+    def share(self, subgroup: Subgroup) -> Share | None:
         """Return what a subgroup's update has of this; None if none of its parameters has a gradient."""
         if subgroup in self._shares:
             return self._shares[subgroup]
@@ -151,9 +151,13 @@ class Steady:
             take = taking([self._places[piece.record] for piece in pieces])
             whole = len(pieces) == len(subgroup.pieces)
             none = (False,) * len(pieces)
-            found = _Share(subgroup.pieces if whole else pieces, take, take(self._which), none, take(self._forms))
+            found = Share(subgroup.pieces if whole else pieces, take, take(self._which), none, take(self._forms))
         self._shares[subgroup] = found
         return found
+
+    def settings(self, count: float, scale: float) -> list[Any]:
+        """Return the settings of the next step of each group. count: of steps so far."""
+        return [record.arena.rule.settings(group, count + 1, scale) for record, group in self.of_groups]
 
     def counts_alike(self) -> float | None:
         """Return how many steps all of the members have taken; None: not the same number."""
@@ -179,7 +183,7 @@ def updates_of(active: Active, registry: Registry, scales: float | Sequence[floa
     members, settled, given = active
     count = None if given is None or not isinstance(scales, float) else given.steady.counts_alike()
     if given is not None and count is not None and isinstance(scales, float):
-        return _alike(given, count, registry, scales)
+        return updates_alike(given, given.steady.settings(count, scales), registry)
     settings, gradients = _each_with_its_settings(active, registry, scales)
     updates = {}
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
@@ -190,10 +194,12 @@ def updates_of(active: Active, registry: Registry, scales: float | Sequence[floa
     return updates
 
 
-def _alike(given: Given, count: float, registry: Registry, scale: float) -> dict[Subgroup, SubgroupUpdate]:
-    """Return the updates where all have taken `count` steps, of which the gradients alone are new."""
+def updates_alike(given: Given, settings: Sequence[Any], registry: Registry) -> dict[Subgroup, SubgroupUpdate]:
+    """Return the updates where all have taken as many steps, of which the gradients alone are new.
+
+    settings: see `Steady.settings`.
+    """
     steady = given.steady
-    settings = [record.arena.rule.settings(group, count + 1, scale) for record, group in steady.of_groups]
     masters = steady.masters_written if steady.with_masters else None
     updates = {}
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):

@@ -64,7 +64,7 @@ class Reconciler:
             self._registry.offloaded.check()
             away = self._registry.offloaded.records
         extras = [self._rule.extra(group) for group in groups]
-        given = None if self._steady is None else self._steady.given(groups, extras, state if seen else None)
+        given = self._given(groups, extras)
         if given is not None and self._steady is not None:
             for number, group in enumerate(groups):
                 if self._steady.counts[number]:
@@ -105,6 +105,15 @@ class Reconciler:
         if plain and before and same(before, self._last):
             self._steady = Steady(settled, groups, extras, self._registry)
         return Look(settled, others, gone)
+
+    def look_ahead(self, groups: Sequence[Group]) -> Given | None:
+        """Return the gradients that `look` would find now; None: not known, or user code may write to state."""
+        if self.seen or self._registry.offloaded.enabled:
+            return None
+        return self._given(groups, [self._rule.extra(group) for group in groups])
+
+    def _given(self, groups: Sequence[Group], extras: list[Any]) -> Given | None:
+        return None if self._steady is None else self._steady.given(groups, extras, self.state if self.seen else None)
 
     def forget(self) -> None:
         """Forget what the last look has found, so that records that are forgotten are released."""

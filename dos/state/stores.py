@@ -62,6 +62,13 @@ class Stores:
                 return tier
         return None
 
+    def tiers(self, subgroups: Sequence[Subgroup]) -> list[Tier]:
+        """Return where the state of each is; the host for state that is nowhere."""
+        if self.disk is None:
+            here = self.device.has
+            return [Tier.DEVICE if here(subgroup) else Tier.HOST for subgroup in subgroups]
+        return [self.at(subgroup) or Tier.HOST for subgroup in subgroups]
+
     def drop_empty(self) -> None:
         """Drop the rooms on the device and on disk to which no state has come."""
         self.device.drop_empty()

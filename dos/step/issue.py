@@ -282,7 +282,7 @@ class Step:
             early = update.offloaded and self._unseen.compared_early(update)
             if i in self._compared:
                 pass  # behind the copy of the gradients, for which the update waits
-            elif self._subjects[i].late or (update.offloaded and not early):
+            elif self._subjects[i].sends or (update.offloaded and not early):
                 # Then the update waits for the end of backward on the device.
                 ready = [*ready, *self._unseen.compare_late(i, update, after)]
             else:
@@ -298,14 +298,15 @@ class Step:
         number, move = task.subgroup, task.move
         if task.op is Op.GRADIENT and update is not None:
             then: tuple[Callable[[], None], ...] = ()
-            if late and self._unseen is not None:  # the job waits for all of the caller's work, as `compare_late` does
+            items = update.items if late is None else late
+            if items and self._unseen is not None:  # the job waits for all of the caller's work, as `compare_late` does
                 compare = self._unseen.compare(subgroup, update.copied_pieces)
                 then = () if compare is None else (compare,)
                 self._compared.add(task.subgroup)
             # The copies refer to the gradients, which `release` takes from the update.
             return self._issue(
                 task.stream,
-                lambda after: self._device.copy(task.op, number, update.downloads(late), after, *then),
+                lambda after: self._device.copy(task.op, number, update.downloads(items), after, *then),
                 after,
             )
         if task.op is Op.PREFETCH and task.slot is not None:

@@ -96,9 +96,12 @@ class Iteration:
         return found
 
     @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Surround a wait of the caller's thread, or of the work that it queues from then on."""
-        before, began = self._device.mark(), time.perf_counter()
+    def held_up(self, since: Mark | None = None) -> Iterator[None]:
+        """Surround a wait of the caller's thread, or of the work that it queues from then on.
+
+        since: a mark behind which the caller has queued no work of its own; None: there is none.
+        """
+        before, began = since or self._device.mark(), time.perf_counter()
         yield
         self.blocked.append((began, time.perf_counter()))
         self.waits.append(Wait(before, self._device.mark()))

@@ -227,8 +227,8 @@ class Ledger:
         """Let masters that the host updates follow parameters to which user code wrote since the last step."""
         for i in plan.served(Placement.CPU):
             subgroup, update = subjects[i].subgroup, subjects[i].update
-            if update is None or update.from_disk:
-                continue  # they follow once the state was read from disk
+            if update is None or update.from_disk or not update.any_written:
+                continue  # state on disk follows once it was read
             if before[i].state is Tier.HOST:
                 copies = update.download_written()
                 if copies:

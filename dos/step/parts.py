@@ -202,7 +202,7 @@ class Parts:
         subjects, before = dict[int, Subject](), dict[int, SubgroupState]()
         callers, behind, now = set[Caller](), [*behind], self._now
         for number, update, tier, queues in part:
-            subject = Subject(update.subgroup, update, (), () if update.offloaded else update.items)
+            subject = Subject(update.subgroup, update, (), () if update.offloaded else None)
             subjects[number], before[number] = subject, subject.before_step(tier)
             callers.update(queues)
             # A block that backward uses again may be fetched ahead, and no queue has joined that yet.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -56,14 +58,27 @@ class Preparation:
     """
 
     def __init__(
-        self, subjects: list[Subject], ledger: Ledger, work: Workload, left: Callable[[Plan, int], float]
+        self,
+        subjects: list[Subject],
+        ledger: Ledger,
+        work: Workload,
+        left: Callable[[Plan, int], float],
+        before: Sequence[SubgroupState] = (),
     ) -> None:
-        """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`."""
+        """subjects: all subgroups, by index. work: the workload for which plans are made. left: see `Facts.left`.
+
+        before: each subgroup as it was, where all but the tier of its state is known.
+        """
         self._work, self._left = work, left
         self._subjects, self._windows = subjects, work.windows
         self._transits, self._stores = ledger.transits, ledger.stores
         stores = ledger.stores
-        self.before = [s.before_step(stores.at(s.subgroup) or Tier.HOST) for s in subjects]
+        tiers = stores.tiers([s.subgroup for s in subjects])
+        if before:
+            pairs = zip(before, tiers, strict=True)
+            self.before = [b if b.state is tier else b._replace(state=tier) for b, tier in pairs]
+        else:
+            self.before = [s.before_step(tier) for s, tier in zip(subjects, tiers, strict=True)]
         self._nbytes = 0 if stores.disk is None else window_bytes(subject.subgroup for subject in subjects)
         self._attempted = False
 
@@ -154,7 +169,8 @@ class Preparation:
         served = plan.served(Placement.CPU)
         updated = [subjects[i].subgroup for i in served if subjects[i].update and i not in in_windows]
         # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
-        moved.sort(key=lambda i: plan.placements[i] is Placement.CPU)
+        cpu = [plan.placements[i] is Placement.CPU for i in moved]
+        moved = [*itertools.compress(moved, map(operator.not_, cpu)), *itertools.compress(moved, cpu)]
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
         for subgroup in resting:
             if stores.disk is not None and not stores.host.has(subgroup):
@@ -184,7 +200,7 @@ class Preparation:
             update = subjects[i].update
             if update is not None and (i in in_windows or before[i].state is Tier.DISK):
                 if subjects[i].departed:  # sent to a home that was dropped, perhaps by a step that ran out of memory
-                    subjects[i] = subjects[i]._replace(departed=(), late=update.items)
+                    subjects[i] = subjects[i]._replace(departed=(), late=None)
                 update.from_disk, update.place = True, None if i in in_windows else update.place
                 before[i] = subjects[i].before_step(before[i].state)
         return in_windows

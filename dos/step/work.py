@@ -80,6 +80,7 @@ class SubgroupUpdate:
     place: has its state, gradients and parameters on the host; None: a window that the step will give it.
     weights: the parameters on the device, in the order of the subgroup, while an update there has them in a slot.
     from_disk: whether its state is not in memory before the step, so that masters follow parameters only then.
+    any_written: whether any may be `parameter_written`.
     arriving: its offloaded gradients that may still be on their way, where it is issued in backward.
     """
 
@@ -93,7 +94,7 @@ class SubgroupUpdate:
         offloaded: bool = False,
         written: bool = True,
     ) -> None:
-        """pieces: at least one. columns: of these. written: whether any may be `parameter_written`."""
+        """pieces: at least one. columns: of these. written: `any_written`."""
         self.subgroup = subgroup
         self.settings = settings
         self.offloaded = offloaded
@@ -102,14 +103,9 @@ class SubgroupUpdate:
         self.weights: Tensor | None = None
         self.from_disk = False
         self.arriving: Sequence[Job] = ()
-        self._any_written = written
+        self.any_written = written
         self.pieces = pieces
-        start = pieces[0].parameter_start  # only the first piece begins within its parameter
-        if start:
-            first, *others = columns.addresses
-            values, _, *rest = columns
-            columns = new_columns((values, (first + start * values[0].itemsize, *others), *rest))
-        self.columns = columns
+        self.take(columns)
         self.whole = len(pieces) == len(subgroup.pieces)
         self.numel = subgroup.numel if self.whole else sum([piece.numel for piece in pieces])
 
@@ -129,6 +125,15 @@ class SubgroupUpdate:
             return None
         pieces, inputs = zip(*found, strict=True)
         return cls(subgroup, pieces, new_columns(zip(*inputs, strict=True)), settings, **others)
+
+    def take(self, columns: Columns) -> None:
+        """Take the inputs of its pieces."""
+        start = self.pieces[0].parameter_start  # only the first piece begins within its parameter
+        if start:
+            first, *others = columns.addresses
+            values, _, *rest = columns
+            columns = new_columns((values, (first + start * values[0].itemsize, *others), *rest))
+        self.columns = columns
 
     @property
     def items(self) -> list[Item]:
@@ -153,7 +158,7 @@ class SubgroupUpdate:
     @property
     def written_pieces(self) -> list[Piece]:
         """The pieces to whose parameters user code wrote since our last step."""
-        if not self._any_written:
+        if not self.any_written:
             return []
         return [*itertools.compress(self.pieces, self.columns.parameter_written)]
 
@@ -196,7 +201,7 @@ class SubgroupUpdate:
             return ()
         # A window, or a home to which state is being read, has no parameters that were staged in earlier steps.
         newest = set() if self.from_disk else self.subgroup.newest
-        if len(newest) == len(self.subgroup.pieces) and not (self._any_written and self.written_pieces):
+        if len(newest) == len(self.subgroup.pieces) and not (self.any_written and self.written_pieces):
             return ()  # as in most steps
         known = newest.difference(self.written_pieces) if newest else newest
         return [piece for piece in self.pieces if piece not in known] if known else self.pieces
@@ -316,7 +321,7 @@ class SubgroupUpdate:
 
     def _with_rests(self) -> list[Piece]:
         """Return the `written_pieces` that have a rest."""
-        if not (self._any_written or self._unseen):
+        if not (self.any_written or self._unseen):
             return []
         return [piece for piece, given in self.items if self._is_written(piece, given) and not given.fresh]
 
@@ -348,7 +353,7 @@ class SubgroupUpdate:
 
         Without parameters that updates read in any case, which are copied with gradients, and parameters on the host.
         """
-        if self.subgroup.arena.streams or not self._any_written:
+        if self.subgroup.arena.streams or not self.any_written:
             return []
         pieces = [] if self.on_host.state.master is None else self.written_pieces
         return [(self._staged(p), _of_parameter(p)) for p in pieces]
@@ -489,21 +494,29 @@ class Subject(NamedTuple):
     """One subgroup in a step.
 
     update: None without any gradient. departed: the transits of gradients that backward has sent.
-    late: the items whose gradients are still to be sent.
+    late: the items whose gradients are still to be sent; None: all.
     """
 
     subgroup: Subgroup
     update: SubgroupUpdate | None
     departed: Sequence[Transit]
-    late: Sequence[Item]
+    late: Sequence[Item] | None
+
+    @property
+    def sends(self) -> bool:
+        """Whether any gradient is still to be sent."""
+        return self.late is None or bool(self.late)
 
     def before_step(self, state: Tier) -> SubgroupState:
         """Return the subgroup as the step finds it, without transits. state: the tier of its state."""
         update = self.update
         if update is None:
             return SubgroupState(state, None, 0, None, 0)
-        items = update.items if update.offloaded else self.late
-        gradient_bytes = sum([piece.numel * each.values.itemsize for piece, each in items]) if items else 0
+        if update.offloaded or self.late is None:
+            pairs = zip(update.pieces, update.columns.values, strict=True)
+            gradient_bytes = sum([piece.numel * values.itemsize for piece, values in pairs])
+        else:
+            gradient_bytes = sum([piece.numel * each.values.itemsize for piece, each in self.late])
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
         part = stale and len(stale) < len(update.pieces)
         copied = sum([p.numel for p in stale]) if part else update.numel if stale else 0
