@@ -129,6 +129,7 @@ class Tokens:
             and self._addresses == addresses
             and self._forms == forms
             and all(map(operator.is_, [known() for known in self._gradients if known is not None], gradients))
-            and self._versions == [version_counter(gradient) - writes for gradient in gradients]
-            and self._storages == [storage_address(gradient.untyped_storage()) for gradient in gradients]
+            and [*map(version_counter, gradients)]
+            == ([n + writes for n in self._versions] if writes else self._versions)
+            and [*map(storage_address, map(Tensor.untyped_storage, gradients))] == self._storages
         )

@@ -49,7 +49,7 @@ class Preparing:
         """Return the updates, and the step that backward's last gradient has found if nothing has changed since."""
         on_device, given = self._assembly.on_device, active.given
         if on_device is not None and given is not None and isinstance(scales, float):
-            ahead, seen = on_device.ahead, self._assembly.reconciler.seen
+            ahead, seen = on_device.ahead, self._assembly.reconciler.state.read
             if ahead is not None and not seen and ahead.holds(given, on_device.departures):
                 return ahead.take(given, scales), ahead
         return updates_of(active, self._registry, scales), None

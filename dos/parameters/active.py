@@ -81,7 +81,7 @@ class Steady:
     """The parameters of a look that found all of them settled, so that the next look need not ask one by one.
 
     members: those that had a gradient. records: theirs. of_groups: one of each group. counts: how many are in each one.
-    with_masters: the records that have whole masters, by place among the members.
+    with_masters: the records that have whole masters, by place among the members. shares: those that were asked for.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Steady:
         self._which = [of[id(p)] for p in self._with]
         self.of_groups = [*dict(zip(self._which, members, strict=True)).values()]
         self._places = {record: place for place, record in enumerate(self.records)}
-        self._shares: dict[Subgroup, Share | None] = {}
+        self.shares: dict[Subgroup, Share | None] = {}
         self.with_masters = {n: r for n, r in enumerate(self.records) if r.arena.whole_masters}
 
     def given(self, groups: Sequence[Group], extras: list[Any], state: LiveState | None) -> Given | None:
@@ -143,8 +143,8 @@ class Steady:
 
     def share(self, subgroup: Subgroup) -> Share | None:
         """Return what a subgroup's update has of this; None if none of its parameters has a gradient."""
-        if subgroup in self._shares:
-            return self._shares[subgroup]
+        if subgroup in self.shares:
+            return self.shares[subgroup]
         pieces = [piece for piece in subgroup.pieces if piece.record in self._places]
         found = None
         if pieces:
@@ -152,7 +152,7 @@ class Steady:
             whole = len(pieces) == len(subgroup.pieces)
             none = (False,) * len(pieces)
             found = Share(subgroup.pieces if whole else pieces, take, take(self._which), none, take(self._forms))
-        self._shares[subgroup] = found
+        self.shares[subgroup] = found
         return found
 
     def settings(self, count: float, scale: float) -> list[Any]:
@@ -203,7 +203,7 @@ def updates_alike(given: Given, settings: Sequence[Any], registry: Registry) -> 
     masters = steady.masters_written if steady.with_masters else None
     updates = {}
     for subgroup in itertools.chain(registry.on_host, registry.accelerated):
-        share = steady.share(subgroup)
+        share = steady.shares[subgroup] if subgroup in steady.shares else steady.share(subgroup)
         if share is not None:
             columns = share.columns(given, masters)
             updates[subgroup] = SubgroupUpdate(subgroup, share.pieces, columns, settings, written=False)

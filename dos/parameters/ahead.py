@@ -14,7 +14,7 @@ from dos.parameters.active import Given, Share, Steady, updates_alike
 from dos.parameters.registry import Registry
 from dos.state.stores import Stores
 from dos.state.subgroup import Subgroup
-from dos.step.work import SubgroupUpdate, Subject
+from dos.step.work import Columns, SubgroupUpdate, Subject, new_columns
 from dos.torch_internals.tensors import storage_address, version_counter
 from perfmodel.tasks import SubgroupState
 
@@ -57,7 +57,7 @@ class Ahead(NamedTuple):
         tiers = stores.tiers(registry.accelerated)
         before = [subject.before_step(tier) for subject, tier in zip(subjects, tiers, strict=True)]
         for update in updates.values():
-            update.release()
+            update.columns = _NONE
         return cls(
             given.steady,
             count,
@@ -66,7 +66,7 @@ class Ahead(NamedTuple):
             *_states(given.gradients),
             found,
             updates,
-            [share for subgroup in updates if (share := given.steady.share(subgroup)) is not None],
+            [share for subgroup in updates if (share := given.steady.shares[subgroup]) is not None],
             settings,
             subjects,
             before,
@@ -88,6 +88,9 @@ class Ahead(NamedTuple):
         for update, share in zip(self.updates.values(), self.shares, strict=True):
             update.take(share.columns(given, None))
         return self.updates
+
+
+_NONE = new_columns([()] * len(Columns._fields))
 
 
 def _states(gradients: Sequence[Tensor]) -> tuple[list[int], list[int]]:

@@ -108,12 +108,13 @@ class Reconciler:
 
     def look_ahead(self, groups: Sequence[Group]) -> Given | None:
         """Return the gradients that `look` would find now; None: not known, or user code may write to state."""
-        if self.seen or self._registry.offloaded.enabled:
+        if self.state.read or self._registry.offloaded.enabled:
             return None
         return self._given(groups, [self._rule.extra(group) for group in groups])
 
     def _given(self, groups: Sequence[Group], extras: list[Any]) -> Given | None:
-        return None if self._steady is None else self._steady.given(groups, extras, self.state if self.seen else None)
+        state = self.state if self.state.read else None
+        return None if self._steady is None else self._steady.given(groups, extras, state)
 
     def forget(self) -> None:
         """Forget what the last look has found, so that records that are forgotten are released."""

@@ -516,7 +516,8 @@ class Subject(NamedTuple):
             pairs = zip(update.pieces, update.columns.values, strict=True)
             gradient_bytes = sum([piece.numel * values.itemsize for piece, values in pairs])
         else:
-            gradient_bytes = sum([piece.numel * each.values.itemsize for piece, each in self.late])
+            each = self.late
+            gradient_bytes = sum([piece.numel * given.values.itemsize for piece, given in each]) if each else 0
         itemsize, stale = self.subgroup.arena.dtype.itemsize, update.stale
         part = stale and len(stale) < len(update.pieces)
         copied = sum([p.numel for p in stale]) if part else update.numel if stale else 0
