@@ -140,7 +140,7 @@ class Backward:
             forward_s=pace.forward.seconds if self.attached else 0.0,
             backward_s=backward_s,
             ahead_s=0.0 if self.updates else min(pace.ahead.seconds, backward_s),
-            host_share=self.decisions.late_host.share if self.updates else self.decisions.step_times.share,
+            host_share=self.decisions.late_host.share,
             host=self.decisions.step_times.times,
             passing_bytes=passing,
             in_backward=self.updates,

@@ -215,7 +215,6 @@ class Decisions:
             # Hooks wait for updates, and the threads that update take Python's lock.
             rest_s += max(0.0, lasted_s - work.forward_s - MOST * beside_s)
         self.step_times.add(slowdown, (handing_s, step.handed), (queuing_s, step.queued), (rest_s, 1))
-        self.step_times.settle(plan, self.late_host.share, slowdown, beside_s, work.forward_s + work.backward_s)
 
     def refine(self) -> None:
         """Correct the rates by the last step. Called as backward begins: behind the step the device would wait."""

@@ -92,6 +92,9 @@ class Refinement:
     divided by it. Then all ratios are forgotten, because the old rates predicted the times of lanes that share host
     memory.
 
+    A lane that was corrected one way is corrected the other way by the median of twice as many steps, at each turn, up
+    to LAST: plans show different ratios of a lane, and rates that followed each plan would have others made for ever.
+
     A lane counts only in steps in which it, and the lanes that slow it down, served only tasks of the schedule.
 
     A rate that was calibrated stays within MOST of what it was then, and one of a lane alone does not rise: a larger
@@ -100,12 +103,15 @@ class Refinement:
 
     REMEMBERED = 5
     TOLERANCE = 0.05
+    LAST = 8 * REMEMBERED
     MOST = 0.1
     SHORTEST_S = 1e-4
     """Lanes that were busy for less time do not count."""
 
     def __init__(self) -> None:
         self._ratios: dict[Lane, deque[float]] = {lane: deque(maxlen=self.REMEMBERED) for lane in Lane}
+        self._slower: dict[Lane, bool] = {}
+        """Whether it was when it was last off."""
         self._expected: tuple[tuple[HardwareProfile, Schedule, Workload], Timeline] | None = None
         self._corrected: HardwareProfile | None = None
         self._range: dict[str, tuple[float, float]] = {}
@@ -130,8 +136,10 @@ class Refinement:
                 measured, predicted = timeline.busy(lane), expected.busy(lane)
                 if min(measured, predicted) >= self.SHORTEST_S:
                     self._ratios[lane].append(measured / predicted)
-        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == self.REMEMBERED}
-        off = {lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE}
+        off = {lane: statistics.median(r) for lane, r in self._ratios.items() if len(r) == r.maxlen}
+        off = {
+            lane: ratio for lane, ratio in off.items() if abs(ratio - 1) > self.TOLERANCE and self._again(lane, ratio)
+        }
         if not off:
             return profile
         busy = {lane for lane, ratios in self._ratios.items() if ratios}
@@ -147,6 +155,14 @@ class Refinement:
             profile = profile.corrected(**rates)
         self._corrected = profile
         return profile
+
+    def _again(self, lane: Lane, ratio: float) -> bool:
+        """Whether a lane is off the same way as it was last; else more steps are to show it."""
+        before, self._slower[lane] = self._slower.get(lane, ratio > 1), ratio > 1
+        if before is not self._slower[lane]:
+            ratios = self._ratios[lane]
+            self._ratios[lane] = deque(ratios, min(2 * len(ratios), self.LAST))
+        return before is self._slower[lane]
 
     def _simulated(self, profile: HardwareProfile, schedule: Schedule, workload: Workload) -> Timeline:
         """Return the predicted timeline of the optimizer's own work."""

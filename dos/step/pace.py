@@ -10,6 +10,7 @@ from typing import NamedTuple
 from dos.devices import Mark
 from dos.devices.base import Moment
 from dos.step.iteration import Iteration
+from dos.step.typical import Typical
 
 FIRST_CLEAN = 2
 """Steps before the first forward with nothing beside it: the very first ones compile kernels."""
@@ -47,8 +48,8 @@ class Pace:
 
     def __init__(self, *, queues: bool = True) -> None:
         """queues: whether the device queues work, so that it may wait for the host."""
-        self.forward, self.backward, self.rest, self.ahead = (_Typical() for _ in range(4))
-        self.updated = _Typical(tolerance=0.0)  # no plan follows from it
+        self.forward, self.backward, self.rest, self.ahead = (Typical() for _ in range(4))
+        self.updated = Typical(tolerance=0.0)  # no plan follows from it
         self.late_s = 0.0
         self._queues = queues
         self._last: _Forward | None = None
@@ -147,9 +148,10 @@ class Pace:
         self._last = forward
         if forward.clean:
             self._cleans.append(forward.seconds)
-            before = self.forward.seconds
-            self.forward.restart(min(self._cleans))
-            if abs(forward.seconds - before) > _Typical.TOLERANCE * before:
+            before, shortest = self.forward.seconds, min(self._cleans)
+            lasting = len(self._cleans) == 1 or abs(shortest - before) > Typical.TOLERANCE * before
+            (self.forward.restart if lasting else self.forward.add)(shortest)
+            if abs(forward.seconds - before) > Typical.TOLERANCE * before:
                 # The batch has changed, or user code did something else in this forward or the one before: see soon.
                 self._between, self._due = AGAIN, min(self._due, self._steps + AGAIN)
 
@@ -211,36 +213,3 @@ class _Stretch(NamedTuple):
         for before, after in zip(waits[::2], waits[1::2], strict=True):
             found -= max(0.0, min(after, end) - max(before, start))
         return max(0.0, found)
-
-
-class _Typical:
-    """The lower quartile of recent durations: what holds up the host makes some longer, and none shorter.
-
-    Once there are REMEMBERED of them it moves by more than a tolerance or not at all, so that noise changes no plan.
-    Before, by more than EARLY: the first ones compile kernels, and it would stay near them.
-
-    known: whether any was added.
-    """
-
-    REMEMBERED = 5
-    TOLERANCE = 0.25
-    EARLY = 0.01
-
-    def __init__(self, tolerance: float = TOLERANCE) -> None:
-        self.seconds, self.known = 0.0, False
-        self._tolerance = tolerance
-        self._recent: deque[float] = deque(maxlen=self.REMEMBERED)
-
-    def add(self, seconds: float, reference: float = 0.0) -> None:
-        """Add a duration. reference: a longer one, against which differences count, if not against its own."""
-        tolerance = self.EARLY if len(self._recent) < self.REMEMBERED else self._tolerance
-        self._recent.append(seconds)
-        self.known = True
-        quartile = sorted(self._recent)[len(self._recent) // 4]
-        if abs(quartile - self.seconds) > tolerance * (reference or self.seconds):
-            self.seconds = quartile
-
-    def restart(self, seconds: float) -> None:
-        """Forget all durations but this one."""
-        self._recent.clear()
-        self.add(seconds)

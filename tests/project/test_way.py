@@ -14,7 +14,7 @@ import pytest
 import dos
 import perfmodel
 from dos import DOSAdam, EmulatedDevice
-from dos.step.pace import _Typical
+from dos.step.typical import Typical
 from tests.support.processes import python
 from tests.support.training import FAST, backward, mlp, train
 
@@ -61,8 +61,8 @@ def executed(steps: int) -> list[tuple[list[str], list[str]]]:
 def executed_at_one_pace(steps: int) -> list[tuple[list[str], list[str]]]:
     """As `executed`; else measured times would change the plan, and a schedule would be made."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Typical, "EARLY", math.inf)
-        patch.setattr(_Typical, "REMEMBERED", 100)
+        patch.setattr(Typical, "EARLY", math.inf)
+        patch.setattr(Typical, "REMEMBERED", 100)
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         return executed(steps)
 

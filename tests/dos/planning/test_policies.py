@@ -10,7 +10,7 @@ import pytest
 
 from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import AdaptivePolicy, resolve_policy
-from dos.step.pace import _Typical
+from dos.step.typical import Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile
@@ -94,8 +94,8 @@ def test_steady_steps_hardly_change_the_plan(share: float, changes: int) -> None
     """Measured with noise. And what is believed in the end costs little where none of it is true."""
     truth = HardwareProfile.builtin("rtx_4090_desktop")
     for seed in range(3):
-        rng, policy, plans, pace = random.Random(seed), AdaptivePolicy(truth), [], _Typical()
-        for _ in range(25):
+        rng, policy, plans, pace = random.Random(seed), AdaptivePolicy(truth), [], Typical()
+        for _ in range(50):
             pace.add(0.05 * rng.lognormvariate(0, share))
             work = Workload.of_sizes([10**7] * 32, peak_free_bytes=15 * 10**8, shared_free_bytes=15 * 10**8)
             work = dataclasses.replace(work, backward_s=pace.seconds)

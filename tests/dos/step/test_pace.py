@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dos.step.iteration import Iteration, Wait
 from dos.step.pace import Pace
+from dos.step.typical import Typical
 from tests.support.devices import Copying
 
 
@@ -94,6 +95,15 @@ def test_forwards_with_nothing_beside_them_are_rare_and_follow_a_batch_that_grow
     train(4.0, 1025)
     assert len(asked) > before
     assert pace.forward.seconds == 4.0
+
+
+def test_forwards_with_nothing_beside_them_that_differ_by_noise_change_no_plan() -> None:
+    pace, known, noise = Pace(), list[float](), iter([1.0, 0.97, 1.03, 0.96, 1.01])
+    for _ in range(120):
+        clean = pace.wants_clean()
+        iterate(pace, next(noise) if clean else 1.4)
+        known.append(pace.forward.seconds)
+    assert len({*known[Typical.REVIEWS[-1] + 3 :]}) == 1
 
 
 def test_a_forward_in_which_user_code_evaluates_is_not_believed_for_good() -> None:

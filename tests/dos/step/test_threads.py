@@ -14,8 +14,8 @@ from dos import DOSAdam
 from dos.kernels import update
 from dos.machine import threads
 from dos.planning.policies import AdaptivePolicy, Policy
-from dos.step import pace
 from dos.step.late_host import LateHost, StepTimes
+from dos.step.typical import Typical
 from perfmodel import Placement, Plan, Workload
 from perfmodel.hardware import ThreadRates
 from perfmodel.policies import cpu_only, stride
@@ -138,20 +138,19 @@ class Strided(AdaptivePolicy):
 def test_what_a_step_takes_the_host_is_learned_and_planned_with(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    learned, settled = list[tuple[tuple[float, int], ...]](), list[float]()
-    monkeypatch.setattr(StepTimes, "add", lambda times, slowdown, *took: learned.append(took))
-    monkeypatch.setattr(StepTimes, "settle", lambda times, plan, share, slowdown, *seconds: settled.append(slowdown))
-    monkeypatch.setattr(pace._Typical, "add", lambda typical, *_: setattr(typical, "seconds", 1.0))  # no time passes
+    learned = list[tuple[float, tuple[tuple[float, int], ...]]]()
+    monkeypatch.setattr(StepTimes, "add", lambda times, slowdown, *took: learned.append((slowdown, took)))
+    monkeypatch.setattr(Typical, "add", lambda typical, *_: setattr(typical, "seconds", 1.0))  # no time passes
     optimizer = trained(runtime, Strided(FAST), steps=6)
     on_cpu, streamed = (optimizer.plan().placements.count(p) for p in (Placement.CPU, Placement.GPU_STREAMED))
     assert learned
     assert on_cpu > 1 < streamed
-    for handing, queuing, rest in learned:
+    for slowdown, (handing, queuing, rest) in learned:
+        assert slowdown == FAST.slowdown
         assert handing[1] == on_cpu
         assert queuing[1] in (3 * streamed, 3 * streamed - 1), "backward may have filled the slot"
         assert rest[1] == 1
         assert min(handing[0], queuing[0], rest[0]) >= 0
-    assert {*settled} == {FAST.slowdown}
+    monkeypatch.setattr(StepTimes, "times", HostTimes(turn=1e-3))
     on_device = session_of(optimizer).assembly.on_device
-    on_device.decisions.step_times.times = HostTimes(turn=1e-3)
     assert on_device.facts().workload.host == HostTimes(turn=1e-3)
