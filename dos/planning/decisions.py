@@ -201,13 +201,15 @@ class Decisions:
         """Learn what a step took the host, and how late its updates on the CPU made the host in the next forward."""
         before, self._learned_of = self._learned_of, plan
         after, spans = step.iteration.following, timeline.on(Lane.CPU)
-        if after is None or not work.forward_s or plan != before:  # what moves to other places takes time, too
+        if after is None or plan != before:  # what moves to other places takes time, too
             return
         slowdown = profile.slowdown if spans else 1.0
         handing_s, queuing_s = step.handing_s, step.queuing_s
-        rest_s, beside_s = after.began - step.began - handing_s - queuing_s, 0.0
-        if after.first and not work.blocks and work.micro_batches == 1:
-            blocked_s = sum(end - begin for begin, end in step.iteration.blocked if after.began <= begin < after.first)
+        rest_s = after.began - step.began - handing_s - queuing_s
+        if not work.forward_s:  # it waits for its updates
+            rest_s -= step.iteration.blocked_s(step.began, after.began)
+        elif after.first and not work.blocks:
+            blocked_s = step.iteration.blocked_s(after.began, after.first)
             begin, end = after.began - step.origin, after.first - step.origin
             beside_s = sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans)
             lasted_s, beside_s = end - begin - blocked_s, max(0.0, beside_s - blocked_s)

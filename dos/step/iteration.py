@@ -95,6 +95,10 @@ class Iteration:
             since = max(since, end)
         return found
 
+    def blocked_s(self, since: float, until: float) -> float:
+        """Return the seconds for which the host was blocked, of waits that began between two times on that clock."""
+        return sum(end - begin for begin, end in self.blocked if since <= begin < until)
+
     @contextmanager
     def held_up(self, since: Mark | None = None) -> Iterator[None]:
         """Surround a wait of the caller's thread, or of the work that it queues from then on.
