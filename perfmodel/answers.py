@@ -150,7 +150,8 @@ class Answers:
             return self._as_a_part(workload, choices)
         best, least_s = self._simulated(workload, choices)
         if fits(workload):
-            stays = Choice(self._seconds(workload, some[0], 0), some[0], 0)
+            all_stay = [each for each in some if dataclasses.replace(each, slots=some[0].slots) == some[0]]
+            stays = min((Choice(self._seconds(workload, each, 0), each, 0) for each in all_stay), key=_COST)
             about_as_good = self._compute_s + stays.cost <= (1 + WORTHWHILE) * (self._compute_s + least_s)
             best = stays if about_as_good or not self._compute_s else best
         if workload.returns and not workload.in_backward:  # what arrives first may return while others still leave

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from dos.step.typical import Typical
+from dos.step.pace import Typical
 from perfmodel.workload import NO_TIMES, HostTimes
 
 REMEMBERED = 5
@@ -57,18 +57,18 @@ class LateHost:
 
 
 class StepTimes:
-    """Seconds in which the host issues a step, by recent ones, as if no update on the CPU ran beside it."""
+    """Seconds in which the host issues a step, by recent ones, as if no update on the CPU ran beside it.
+
+    times: see `Workload.host`; 0 until they are known: the first steps compile kernels.
+    """
 
     def __init__(self) -> None:
+        self.times = NO_TIMES
         self._found = [Typical(SPREAD, place=2) for _ in NO_TIMES]
-
-    @property
-    def times(self) -> HostTimes:
-        """See `Workload.host`; 0 until they are known: the first steps compile kernels."""
-        return HostTimes(*(each.seconds if each.count >= REMEMBERED else 0.0 for each in self._found))
 
     def add(self, slowdown: float, *took: tuple[float, int]) -> None:
         """Add a step. slowdown: of the host. took: for each field, seconds and for how many of what that counts."""
         for found, (seconds, count) in zip(self._found, took, strict=True):
             if count:
                 found.add(seconds / count / slowdown)
+        self.times = HostTimes(*(each.seconds if each.count >= REMEMBERED else 0.0 for each in self._found))

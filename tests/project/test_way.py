@@ -14,7 +14,7 @@ import pytest
 import dos
 import perfmodel
 from dos import DOSAdam, EmulatedDevice
-from dos.step.typical import Typical
+from dos.step.pace import Typical
 from tests.support.processes import python
 from tests.support.training import FAST, backward, mlp, train
 

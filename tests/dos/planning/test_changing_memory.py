@@ -108,7 +108,7 @@ def virtual_time() -> Iterator[None]:
     """Surround trainings that wait for nothing, by which no rate is corrected, and which sample at each gradient."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Refinement, "correct", lambda refinement, believed, *_: believed)
-        patch.setattr("dos.step.typical.Typical.add", lambda typical, measured: None)
+        patch.setattr("dos.step.pace.Typical.add", lambda typical, measured: None)
         patch.setattr(
             "experiments.training.time", SimpleNamespace(perf_counter=lambda: 0.0, sleep=lambda seconds: None)
         )

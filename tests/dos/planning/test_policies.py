@@ -10,7 +10,7 @@ import pytest
 
 from dos import DOSAdam, EmulatedDevice
 from dos.planning.policies import AdaptivePolicy, resolve_policy
-from dos.step.typical import Typical
+from dos.step.pace import Typical
 from perfmodel import Placement, Plan, Timeline, Workload
 from perfmodel.adaptive import adaptive
 from perfmodel.hardware import HardwareProfile

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from dos.step.late_host import REMEMBERED, LateHost, StepTimes
-from dos.step.typical import Typical
+from dos.step.pace import Typical
 from perfmodel import Lane, Op, Placement, Plan, Workload
 from perfmodel.adaptive import AdaptivePlanner, adaptive
 from perfmodel.format import SPLIT

@@ -16,7 +16,7 @@ from dos.machine import threads
 from dos.planning.policies import AdaptivePolicy, Policy
 from dos.step.iteration import Iteration
 from dos.step.late_host import LateHost, StepTimes
-from dos.step.typical import Typical
+from dos.step.pace import Typical
 from perfmodel import Placement, Plan, Workload
 from perfmodel.hardware import ThreadRates
 from perfmodel.policies import cpu_only, stride
@@ -163,6 +163,6 @@ def test_what_a_step_takes_the_host_is_learned_and_planned_with(
         assert rest[1] == 1
         assert min(handing[0], queuing[0]) >= 0
         assert rest[0] >= 0 if attach else rest[0] == pytest.approx(-handing[0] - queuing[0])
-    monkeypatch.setattr(StepTimes, "times", HostTimes(turn=1e-3))
     on_device = session_of(optimizer).assembly.on_device
+    on_device.decisions.step_times.times = HostTimes(turn=1e-3)
     assert on_device.facts().workload.host == HostTimes(turn=1e-3)

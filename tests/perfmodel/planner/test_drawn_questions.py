@@ -28,6 +28,9 @@ FOUND = [
     # Embeddings are larger than other subgroups; all fits, and the gradients of what the CPU updates should come first.
     "--machine a100_unbound --params 445428073 --batch 16 --seq 1024 --checkpointing --fused-loss --offload-gradients "
     "--weights auto --state-format int8",
+    # All state fits, no compute is known, and offloaded gradients pass through two slots faster than through one.
+    "--machine a100-40 --params 417161727 --ranks 2 --batch 1 --seq 1024 --offload-gradients --checkpointing "
+    "--no-attach",
     # All state fits, in more subgroups than are simulated.
     "--machine a100_unbound --params 1.52e9 --batch 2 --seq 512 --checkpointing --fused-loss --offload-gradients "
     "--offload-activations 0.3 --fsdp --subgroup-size 5M",
