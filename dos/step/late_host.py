@@ -14,7 +14,9 @@ LEAST, SHORTEST_S = 0.2, 5e-3
 MOST = 0.9
 """The most of the time beside updates that the host is late by."""
 TOLERANCE = 0.1
-"""The share by which the figure moves, or not at all, so that noise changes no plan; and the compute that it is of."""
+"""The share by which a backward is longer that counts as late, and by which compute differs that is another batch's."""
+NOTABLE = 0.02
+"""The share by which the figure falls, or not at all: noise has few plans made."""
 SPREAD = 0.5
 """The share by which what the host takes moves between reviews: other threads hold it up as they like."""
 
@@ -51,7 +53,8 @@ class LateHost:
             return
         share = sorted(self._recent)[REMEMBERED // 4]
         if share * slowdown <= 1 + TOLERANCE:
-            self.share = min(self.share, share)
+            if share < (1 - NOTABLE) * self.share:
+                self.share = share
         else:
             self.share = self._late.seconds
 
