@@ -181,8 +181,6 @@ class Runs:
         facts = None if on_device is None else on_device.facts()
         parts = None
         if on_device is not None and facts is not None:
-            # The allocator gives released memory to the stream that it was allocated on; see `Preparing`.
-            self._ledger.device.owner = self._ledger.device.caller()
             plan, stores = on_device.decide(facts), self._ledger.stores
             if weights is not None:
                 mode.planned = plan, facts

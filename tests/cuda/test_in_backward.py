@@ -36,6 +36,7 @@ def updated_in_backward(optimizer: DOSAdam) -> None:
     assert mode is not None
     assert on_device is not None
     assert mode.issued or not optimizer.plan() or on_device.decisions.pace.holds
+    assert on_device.device.owner == on_device.device.caller(), "forward can use the memory again"
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -69,7 +70,8 @@ def test_what_backward_still_reads(policy: str | float, model: type[Scales]) -> 
     """Weights that backward reads on several streams, and saved tensors that move meanwhile."""
     settings = {"model_class": model, "layers": 12, "activations": ROOM if model is Sines else None}
     plain = run(with_policy("cpu"), attached=True, **settings)
-    assert run(with_policy(policy), attached=True, updates="backward", **settings) == plain
+    settings |= {"attached": True, "updates": "backward"}
+    assert run(with_policy(policy), before=updated_in_backward, **settings) == plain
 
 
 def test_memory_that_is_released_meanwhile(expected: list[bytes]) -> None:
