@@ -23,7 +23,7 @@ from perfmodel.policies import cpu_only, stride
 from perfmodel.workload import HostTimes
 from tests.support.fake_cuda import FakeCudaDevice, Runtime
 from tests.support.inside import session_of
-from tests.support.training import FAST, bits, bits_on_host, mlp, train
+from tests.support.training import FAST, backward, bits, bits_on_host, mlp, train
 
 MEASURED = FAST.replace(
     cpu_threads=5, by_threads=tuple(ThreadRates(n, n * 1e9, FAST.host_bandwidth, 1.0, 1.0) for n in (1, 5, 9))
@@ -166,3 +166,22 @@ def test_what_a_step_takes_the_host_is_learned_and_planned_with(
     on_device = session_of(optimizer).assembly.on_device
     on_device.decisions.step_times.times = HostTimes(turn=1e-3)
     assert on_device.facts().workload.host == HostTimes(turn=1e-3)
+
+
+def test_how_late_the_host_is_is_learned_where_gradients_accumulate(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first forward behind the step, whose seconds are those of one micro-batch."""
+    learned = list[tuple[float, ...]]()
+    monkeypatch.setattr(LateHost, "add", lambda host, *seen: learned.append(seen))
+    monkeypatch.setattr(Typical, "add", lambda typical, *_: setattr(typical, "seconds", 1.0))
+    model = mlp()
+    optimizer = DOSAdam(model.parameters(), policy=Strided(FAST), device=FakeCudaDevice(runtime), subgroup_size=300)
+    optimizer.attach(model)
+    for step in range(6):
+        backward(model, step, micro_batches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert learned
+    assert {alone_s for _, _, alone_s, _ in learned} == {1.0}
