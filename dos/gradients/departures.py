@@ -224,15 +224,15 @@ class Departures:
         """Gather the gradients that wait in a subgroup for the last one; return whether it is complete."""
         staging, gathered = departure.staging, departure.gathered
         unchanged = are_unchanged([piece.record for piece in departure.waiting])
-        for piece, seen in departure.waiting.items():
-            record, p = piece.record, piece.record.parameter
-            gradient = p.grad
-            # User code may have dropped or replaced it, or written to the parameter, while it waited.
-            if gradient is None or seen.gradient is None or seen.gradient() is not gradient:
-                departure.awaited.add(piece)
-                continue
+        each = [(piece, seen, piece.record.parameter.grad) for piece, seen in departure.waiting.items()]
+        # User code may have dropped or replaced it, or written to the parameter, while it waited.
+        here = [(p, seen, g) for p, seen, g in each if g is not None and seen.gradient and seen.gradient() is g]
+        if len(here) < len(each):
+            departure.awaited.update(departure.waiting.keys() - {piece for piece, _, _ in here})
+        tokens = Token.of_plain([gradient for _, _, gradient in here], [piece.record.form for piece, _, _ in here])
+        for (piece, seen, gradient), written in zip(here, tokens, strict=True):
+            record, seen.written = piece.record, written
             # As `_look` does for others, in one function: this runs for most gradients that are sent.
-            written = seen.written = Token(gradient, like=record.form)
             usable = seen.times == seen.expected and seen.untouched and not (record.stand_in or record.written_late)
             usable = usable and staging.dtype == gradient.dtype and (unchanged or not record.changed())
             # A copy into another layout, and a sum of bits, would have to wait for the queue in which it was written.

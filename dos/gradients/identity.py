@@ -9,12 +9,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.sharding.fingerprint import fingerprint
 from dos.sharding.local import counts_writes, local, version
 from dos.state.record import Form
-from dos.torch_internals.tensors import storage_address, version_counter
+from dos.torch_internals.tensors import StorageObjects, storage_address, version_counter
 
 GradientOrHandle = Tensor | Future
 """A gradient in `p.grad`, or the handle that `OffloadedGradients.gradients` has for an offloaded one."""
@@ -35,7 +34,7 @@ class Token:
 
     # `step()` reads thousands of these before its first work, cold: they take less memory so.
     __slots__ = (
-        *("_address", "_form", "_plain", "_seen_version", "_storage"),
+        *("_address", "_form", "_keeps", "_plain", "_seen_version", "_storage"),
         *("bits", "gradient", "negated", "rewritten", "sent"),
     )
 
@@ -53,12 +52,36 @@ class Token:
                 self._plain, self._seen_version = False, 0  # an inference tensor counts no writes
             mine = gradient if self._plain else local(gradient)
             # Keeps the storage object, not its memory: no other storage can have the same address meanwhile.
-            self._storage = StorageWeakRef(mine.untyped_storage())
+            self._keeps = StorageObjects([mine])
+            self._storage = self._keeps.addresses[0]
             self.negated = mine.is_neg()  # once, because it lets go of Python's lock
             form = mine.dtype, mine.shape, mine.stride(), self.negated
             self._address, self._form = mine.data_ptr(), like if like == form else form  # one object compares at once
             if not here or not (self._plain or counts_writes(gradient)):
                 self.bits = fingerprint(mine)
+
+    @staticmethod
+    def of_plain(gradients: Sequence[Tensor], forms: Sequence[Form | None]) -> list[Token]:
+        """Return the tokens of gradients in `p.grad` that are plain tensors, no inference tensors among them.
+
+        forms: that they most likely have. As one by one, in one function: hooks of backward call this.
+        """
+        keeps, found, new, ref = StorageObjects(gradients), list[Token](), Token.__new__, weakref.ref
+        for gradient, like, storage in zip(gradients, forms, keeps.addresses, strict=True):
+            token = new(Token)
+            token.gradient, token.bits, token.rewritten, token.sent, token._plain = (
+                ref(gradient),
+                None,
+                False,
+                False,
+                True,
+            )
+            token._seen_version, token._address = version_counter(gradient), gradient.data_ptr()
+            token._keeps, token._storage, token.negated = keeps, storage, gradient.is_neg()
+            form = gradient.dtype, gradient.shape, gradient.stride(), token.negated
+            token._form = like if like == form else form
+            found.append(token)
+        return found
 
     @property
     def alive(self) -> GradientOrHandle | None:
@@ -72,7 +95,7 @@ class Token:
         if not isinstance(gradient, Tensor):
             return True
         mine = gradient if self._plain else local(gradient)
-        same = self._storage.cdata == storage_address(mine.untyped_storage()) and self._address == mine.data_ptr()
+        same = self._storage == storage_address(mine.untyped_storage()) and self._address == mine.data_ptr()
         return same and self._form == (mine.dtype, mine.shape, mine.stride(), mine.is_neg())
 
     def unchanged(self, gradient: Tensor, writes: int | None) -> bool:
@@ -84,7 +107,7 @@ class Token:
             # `holds`, without a call: `step()` asks for each gradient that was sent, before its first work.
             form = gradient.dtype, gradient.shape, gradient.stride(), gradient.is_neg()
             same = not self.rewritten and self._address == gradient.data_ptr() and self._form == form
-            if not same or self._storage.cdata != storage_address(gradient.untyped_storage()):
+            if not same or self._storage != storage_address(gradient.untyped_storage()):
                 return False
         elif not self.holds(gradient):
             return False
@@ -107,8 +130,7 @@ class Tokens:
     def __init__(self, tokens: Sequence[Token], start: int) -> None:
         """start: the first element of the first gradient that was sent."""
         each = [
-            (t._address, t._form, t._seen_version, t._storage.cdata, t.gradient, t._plain and t.bits is None)
-            for t in tokens
+            (t._address, t._form, t._seen_version, t._storage, t.gradient, t._plain and t.bits is None) for t in tokens
         ]
         addresses, self._forms, versions, storages, self._gradients, plain = zip(*each, strict=True)
         self._addresses = addresses[0] + start * self._forms[0][0].itemsize, *addresses[1:]

@@ -35,6 +35,27 @@ is_zero_tensor: Callable[[Tensor], bool] = Tensor._is_zerotensor
 """Returns whether the tensor stands for zeros without memory, as in forward-mode AD: it has a storage, no address."""
 
 
+class StorageObjects:
+    """Keeps the storage objects of tensors, not their memory, so that no other object has the address of one meanwhile.
+
+    addresses: as `storage_address`. Of many at once: calls of Python make and delete each `StorageWeakRef`.
+    """
+
+    __slots__ = ("_free", "addresses")
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.addresses: list[int] = []
+        # Modules may be gone at the interpreter's exit.
+        self._free: Callable[[int], None] = torch.Storage._free_weak_ref  # type: ignore[attr-defined]
+        for tensor in tensors:
+            address: Any = tensor.untyped_storage()._weak_ref()
+            self.addresses.append(address)
+
+    def __del__(self) -> None:
+        for address in self.addresses:
+            self._free(address)
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor of which this is a view, and whose version counter it shares; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dos.torch_internals.tensors import (
+    StorageObjects,
     base_of,
     first_counted,
     has_storage,
@@ -57,6 +58,16 @@ def test_a_storage_is_known_by_its_address() -> None:
     storage.resize_(0)
     assert storage.data_ptr() == other.data_ptr() == 0
     assert address == storage_address(storage) != storage_address(other.untyped_storage()), CHANGED
+
+
+def test_no_other_storage_has_an_address_of_storage_objects_and_their_memory_goes() -> None:
+    tensors = [torch.zeros(4) for _ in range(20)]
+    kept = StorageObjects(tensors)
+    assert kept.addresses == [storage_address(each.untyped_storage()) for each in tensors], CHANGED
+    tensors.clear()
+    assert all(map(torch.Storage._expired, kept.addresses)), CHANGED
+    others = [torch.zeros(4) for _ in range(40)]
+    assert {storage_address(each.untyped_storage()) for each in others}.isdisjoint(kept.addresses), CHANGED
 
 
 def test_tensors_without_memory() -> None:
