@@ -73,5 +73,5 @@ def test_what_a_step_on_the_cpu_lane_executes() -> None:
     found = json.loads(python("-c", program))
     files, names = min(found, key=lambda each: len(each[1]))
     # The shortest: steps take more as threads come to wait.
-    assert len(files) <= 45, " ".join(files)
+    assert len(files) <= 46, " ".join(files)
     assert len(names) <= 350, " ".join(names)

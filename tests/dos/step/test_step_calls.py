@@ -175,7 +175,7 @@ def calls_for_gradients(parameters: int, updates: str, device: Any) -> int:
 
 @pytest.mark.parametrize(
     ("updates", "queues", "most"),
-    [("step", False, 18), ("step", True, 22), ("backward", False, 19), ("backward", True, 21)],
+    [("step", False, 16), ("step", True, 20), ("backward", False, 18), ("backward", True, 21)],
 )
 def test_calls_for_a_gradient_on_all_threads(
     updates: str, queues: bool, most: int, monkeypatch: pytest.MonkeyPatch
