@@ -331,8 +331,9 @@ class OffloadedGradients:
         # Ours refuse a second optimizer, and reading their groups would wait for their updates.
         if self._told or not (self._totals or self._used) or hasattr(optimizer, "edit_gradients"):
             return
-        here = {id(record.parameter) for record in (*list(self._totals), *self._used)}
-        found = [p for group in optimizer.param_groups for p in group["params"] if id(p) in here and p.grad is None]
+        without = [p for group in optimizer.param_groups for p in group["params"] if p.grad is None]
+        here = {id(record.parameter) for record in (*list(self._totals), *self._used)} if without else set()
+        found = [p for p in without if id(p) in here]
         if found:
             self._told = True
             how = "DOSAdam(offload_gradients=True)"

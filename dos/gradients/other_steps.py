@@ -53,9 +53,12 @@ def _give_back(optimizer: Optimizer, *_: Any) -> None:
     sessions = [session for session in list(watched) if session.registry.offloaded.records]
     # Ours take these in their step, and reading their groups would wait for their updates.
     if sessions and not hasattr(optimizer, "edit_gradients"):
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is None}
+        without = [p for group in optimizer.param_groups for p in group["params"] if p.grad is None]
         for session in sessions:
-            session.taking.give_back(wanted)
+            registry = session.registry
+            wanted = {id(p) for p in without if registry.record(p) in registry.offloaded.records}
+            if wanted:
+                session.taking.give_back(wanted)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
