@@ -371,9 +371,13 @@ class Parts(nn.Module):
         "read by a function, reentrant",
     ],
 )
-@pytest.mark.parametrize("place", ["cpu", "stride:2"])
-def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, kind: str) -> None:
-    assert trained(Parts(kind), "backward", place) == trained(Parts(kind), "step", place)
+@pytest.mark.parametrize(
+    ("place", "offload"),
+    [("cpu", False), ("stride:2", False), *(pytest.param(place, True, marks=pytest.mark.slow) for place in PLACES[1:])],
+)
+def test_a_weight_waits_for_the_last_use_that_this_backward_has(place: Any, offload: bool, kind: str) -> None:
+    settings = {"offload_gradients": offload, "micro_batches": 1 + offload}
+    assert trained(Parts(kind), "backward", place, **settings) == trained(Parts(kind), "step", place, **settings)
 
 
 RAISING = [("host", False), ("cpu", False), ("resident", False), ("cpu", True), ("resident", True)]
