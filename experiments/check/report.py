@@ -44,7 +44,8 @@ def show(console: Console, run: Mapping[str, Any], records: Sequence[Record], ti
         for kind, of in (("contenders", ""), ("attached", ", models attached")):
             if record.figures.get(kind):
                 console.print(contenders(record, kind, f"{titles[record.name]}{of} ({where})"))
-    console.print(targets(records))
+    if any(record.targets for record in records):
+        console.print(targets(records))
     console.print(checks(records, titles))
     missed = sum(t.missed for r in records for t in r.targets)
     failed = sum(r.status is Status.FAILED for r in records)

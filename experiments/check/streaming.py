@@ -20,6 +20,7 @@ from experiments.check.models import HOST_BYTES, MEDIUM, SETTINGS, Batch, Job, e
 from experiments.gpt import GPT, GPTConfig
 from perfmodel.format import CODED, INT8
 from perfmodel.hardware import HardwareProfile
+from perfmodel.planner.units import format_bytes, format_count
 from perfmodel.planner.whatif import most
 
 MOST = 600e6
@@ -101,7 +102,7 @@ def train_large(bench: Bench, device: torch.device) -> None:
         job = fitted(job, bench, each=math.ceil(CODED.held_bytes))
     weight_bytes = 2 * job.numel
     if weight_bytes <= most and asked.slice_bytes is None:
-        bench.say(f"memory here is not enough for a model whose weights do not fit into {most / 2**30:.0f} GiB")
+        bench.say(f"memory here is not enough for a model whose weights do not fit into {format_bytes(most)}")
         return
     weights = 0 if weight_bytes > most else "auto"
     job = dataclasses.replace(job, batch=asked.batch or largest_batch(job, device, most, weights))
@@ -145,9 +146,9 @@ def train_large(bench: Bench, device: torch.device) -> None:
     if used is not None and used > most:
         bench.problem(f"{used} bytes were reserved on the GPU, of which it was to have {most}")
     bench.say(
-        f"{job.numel / 1e9:.2f}B parameters, whose weights take {weight_bytes / 2**30:.1f} GiB, in {most / 2**30:.0f} "
-        f"GiB: {statistics.median(seconds):.3f} s an iteration, {statistics.median(compute_s):.3f} s of forward and "
-        "backward alone with all weights there"
+        f"{format_count(job.numel)} parameters, whose weights take {format_bytes(weight_bytes)}, in "
+        f"{format_bytes(most)}, {job.batch} sequences: {statistics.median(seconds):.3f} s an iteration, "
+        f"{statistics.median(compute_s):.3f} s of forward and backward alone with all weights there"
     )
 
 
