@@ -37,10 +37,8 @@ class State:
         """Release all device memory of state that can move to the host; return its bytes."""
         # Read before the wait, so that slots count, which the step releases when it ends.
         held = 0 if self._assembly.on_device is None else self._ledger.stores.device.nbytes
-        self._waiting.settle()
+        self.bring_home_within()
         if self._assembly.on_device is not None:
-            self._ledger.stores.device.release_slots()
-            self.bring_home_within()
             self._assembly.on_device.decisions.memory.ran_out(held)
             self._assembly.on_device.activations.ran_out()
             self._assembly.on_device.now.backward = None  # if the iteration is tried again, its peak is sampled, too

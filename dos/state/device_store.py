@@ -68,8 +68,8 @@ class Resident(NamedTuple):
 class DeviceStore:
     """State in device memory, and slots through which it passes. A failed allocation is an answer, not an error.
 
-    resident: state that stays here, by subgroup. empty: of these, the rooms to which no state was copied yet, and which
-        no update has written. slots: staging buffers of equal size.
+    resident: rooms of state that stays here, by subgroup; one that no job uses is empty. slots: staging buffers of
+        equal size.
     trims: whether state has moved off the device in a step, so that the allocator caches its memory.
     denied: the bytes of state here when an allocation failed unexpectedly in this step; None if none has.
     nbytes: of residents and slots together. resident_bytes: of the state of residents, as plans count it. Both may be
@@ -78,7 +78,6 @@ class DeviceStore:
 
     def __init__(self, device: Device) -> None:
         self.resident: dict[Subgroup, Resident] = {}
-        self.empty: set[Subgroup] = set()
         self.slots: list[Buffer] = []
         self.denied: int | None = None
         self.trims = False
@@ -95,8 +94,8 @@ class DeviceStore:
         self._expected, self.denied = expected, None
 
     def has(self, subgroup: Subgroup) -> bool:
-        # Without a call of `has_room`: each step asks for each subgroup.
-        return subgroup not in self.empty and (subgroup in self.resident or subgroup.arena.tier is Tier.DEVICE)
+        room = self.resident.get(subgroup)
+        return subgroup.arena.tier is Tier.DEVICE if room is None else bool(room.buffer.last)
 
     def has_room(self, subgroup: Subgroup) -> bool:
         """Return whether the subgroup has room here, to which its state may have yet to come."""
@@ -115,7 +114,6 @@ class DeviceStore:
                 return wanted[place:]
             room = Resident(buffer, subgroup.state.carve(buffer.memory), subgroup.load().state_bytes)
             self.resident[subgroup] = room
-            self.empty.add(subgroup)
             self.resident_bytes += room.nbytes
         return []
 
@@ -123,12 +121,11 @@ class DeviceStore:
         """Drop a resident subgroup's room, once no job uses it. Its state must be at home."""
         self.resident[subgroup].buffer.wait()  # before anything changes: Ctrl-C may end it
         room = self.resident.pop(subgroup)
-        self.empty.discard(subgroup)
         self.resident_bytes -= room.nbytes
         self._free(room.buffer)
 
     def drop_empty(self) -> None:
-        for subgroup in [*self.empty]:
+        for subgroup in [subgroup for subgroup, room in self.resident.items() if not room.buffer.last]:
             self.drop(subgroup)
 
     def fetch(self, subgroup: Subgroup) -> State:
@@ -140,7 +137,6 @@ class DeviceStore:
     def store(
         self, number: int, subgroup: Subgroup, source: State, after: Sequence[Job], further: Sequence[Copy] = ()
     ) -> Job:
-        self.empty.discard(subgroup)
         copies = self.fetch(subgroup).moves(source, to_host=False)
         return self.device.copy(Op.PREFETCH, number, [*copies, *further] if further else copies, after)
 

@@ -25,7 +25,7 @@ class Store(Protocol):
     def reserve(self, subgroups: Iterable[Subgroup]) -> list[Subgroup]:
         """Allocate room for the state of these; return the subgroups without, where their state may be elsewhere.
 
-        The room is empty until `store`, or an update, has written to it.
+        The room is empty until a job writes to it; `DeviceStore.use` notes that for the device.
         """
 
     def drop(self, subgroup: Subgroup) -> None:

@@ -396,7 +396,6 @@ class Step:
         job = self._issue(task.stream, launch, after)
         done = _issued(job)
         self.done |= {each.update.subgroup: done for each in updates if not each.update.subgroup.arena.streams}
-        self._stores.device.empty.difference_update(each.update.subgroup for each in updates)  # new state begins there
         return job
 
     def _placed(self, task: Task) -> Placed:

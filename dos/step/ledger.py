@@ -108,9 +108,7 @@ class Ledger:
             self.stores.spill(subgroups)
 
     def forget(self, subgroups: Iterable[Subgroup]) -> None:
-        """Release the state of these, whose parameters are forgotten."""
-        # Transits and the last step may still read or write the memory that is released below.
-        self.cancel_all()
+        """Release the state of these, whose parameters are forgotten. Nothing may be in flight."""
         self.stores.drop_empty()
         for subgroup in subgroups:
             for tier, store in self.stores.of.items():

@@ -11,6 +11,7 @@ from torch import Tensor
 from dos import DOSAdam, EmulatedDevice
 from dos.state.device_store import DeviceStore
 from perfmodel import Lane, Placement
+from perfmodel.lanes import Stream
 from perfmodel.plan import Move, Tier
 from tests.support.devices import Unreliable
 from tests.support.inside import session_of
@@ -78,7 +79,8 @@ def test_room_to_which_state_has_yet_to_come_is_not_where_it_is(fails: bool) -> 
         stores.drop_empty()
         assert held(device) == 0
     else:
-        stores.copy(Move(Tier.HOST, Tier.DEVICE), 0, subgroup, device.fence()).wait()
+        job = stores.copy(Move(Tier.HOST, Tier.DEVICE), 0, subgroup, device.fence())
+        stores.device.use(Stream.PREFETCH, job, [subgroup], None)
         assert stores.at(subgroup) is Tier.DEVICE
         stores.drop_empty()
         assert stores.at(subgroup) is Tier.DEVICE
