@@ -63,10 +63,8 @@ class Block:
         self.mark = object()
         self.arenas: Collection[Arena] = ()
         self._device = device
-        self._job: Job | None = None
-        """The transfer that fills the copies."""
         self._reading: Job | None = None
-        """The last transfer that reads the homes. It may run on after `release`."""
+        """The last transfer that reads the homes and fills the copies. It may run on after `release`."""
         self._joined: set[Caller] = set()
         self._versions: list[int] = []
         self._offsets_at_load: list[int] = []
@@ -83,7 +81,7 @@ class Block:
         """Say where the weights are, what moves them, and who uses them, without a wait."""
         said = [f"{self.nbytes} bytes", "at home"]
         if self.filled:
-            coming = self._job is not None and not has_ended(self._job)
+            coming = self._reading is not None and not has_ended(self._reading)
             said[1] = "coming to the device" if coming else "on the device" if self.streams else "stays on the device"
             said += [f"queues behind its transfer: {len(self._joined)}"] if self._joined else []
         elif self._reading is not None and not has_ended(self._reading):
@@ -125,7 +123,7 @@ class Block:
         for copy, tensor in zip(self.copies, self._make_buffer(self._buffer.device), strict=True):
             copy.data = tensor
         self.count(filled=False, streams=self.streams)
-        self._job, self._joined = None, set()
+        self._joined = set()
 
     def __del__(self) -> None:
         if self.filled and not self._joined:
@@ -175,7 +173,7 @@ class Block:
         )
         # After the copy was issued: if that raises, the memory has no weights.
         self.count(filled=True, streams=self.streams)
-        self._job = self._reading = job
+        self._reading = job
         for arena in self.arenas:
             arena.reading = job
         self._versions = self._now()
@@ -208,8 +206,8 @@ class Block:
         here = self._device.caller()
         if here in self._joined:
             return
-        if self._job is not None:
-            self._device.join(self._job)  # the caller reads the weights that the transfer writes
+        if self._reading is not None:
+            self._device.join(self._reading)  # the caller reads the weights that the transfer writes
         if here != self._queue:
             # The allocator knows only the queue that allocated the memory, and would give it to that queue's next work
             # while this queue still reads it.
@@ -220,10 +218,10 @@ class Block:
         """Release the memory of the copies, behind the work that the caller has queued."""
         if not self.filled:
             return
-        if self._job is not None and not self._joined:
+        if not self._joined:
             self.join()  # no forward has joined: the transfer would write to memory that the allocator gives away
         self.count(filled=False, streams=self.streams)
-        self._job, self._joined = None, set()
+        self._joined = set()
         # Views that autograd has saved keep the storage object, without memory. Reading one before the next fetch would
         # be a fault, so `BackwardHooks` fetch the block before.
         self._device.empty(self._buffer)
