@@ -113,7 +113,8 @@ def patch_devices(patch: pytest.MonkeyPatch) -> None:
     @around(patch, Transits, "adopt")
     def adopt(checker: Checker, plain: Any, self: Any, plan: Any, subjects: Any) -> Any:
         adopted = plain(plan, subjects)
-        checker.use([job for _, job in adopted], [gradient.values for s in subjects for _, gradient in s.late])
+        late = [item for s in subjects for item in (s.update.items if s.late is None else s.late)]
+        checker.use([job for _, job in adopted], [gradient.values for _, gradient in late])
         return adopted
 
     @around(patch, EmulatedDevice, "allocate")
