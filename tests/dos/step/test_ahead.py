@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dos import DOSAdam
 from dos.owners import preparing
@@ -24,8 +25,32 @@ def other_gradient(model: nn.Sequential, _: DOSAdam) -> None:
     model[0].weight.grad = model[0].weight.grad * 2
 
 
+def other_object(model: nn.Sequential, _: DOSAdam) -> None:
+    """In the same memory, and with no write that it counts."""
+    same = model[0].weight.grad.data
+    same.data.mul_(2)
+    model[0].weight.grad = same
+
+
 def other_memory(model: nn.Sequential, _: DOSAdam) -> None:
     model[0].weight.grad.data = model[0].weight.grad.data * 2
+
+
+class _Hiding(TorchDispatchMode):
+    """Doubles a tensor in each operation, which no version counts."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._tensor.mul_(2)
+        return operation(*args, **(kwargs or {}))
+
+
+def hidden(model: nn.Sequential, _: DOSAdam) -> None:
+    with _Hiding(model[0].weight.grad):
+        torch.ones(1)
 
 
 def no_gradient(model: nn.Sequential, _: DOSAdam) -> None:
@@ -65,7 +90,10 @@ def moving_home(_: nn.Sequential, optimizer: DOSAdam) -> None:
     optimizer.release_memory()
 
 
-SEEN = [in_place, other_gradient, other_memory, no_gradient, parameter, another_backward, clipping, state, loading]
+SEEN = [
+    *(in_place, other_gradient, other_object, other_memory, hidden, no_gradient),
+    *(parameter, another_backward, clipping, state, loading),
+]
 """What `step()` has to look at; last what makes all state new."""
 ALIKE = [nothing, learning_rate, moving_home]
 BEFORE = 3
