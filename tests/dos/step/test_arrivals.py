@@ -86,7 +86,10 @@ def note_freed(device: FakeCudaDevice, monkeypatch: pytest.MonkeyPatch) -> list[
 
 
 @pytest.mark.parametrize("reads", ["before backward", "after it"])
-def test_what_user_code_writes_to_state_that_may_be_arriving_counts(reads: str) -> None:
+@pytest.mark.parametrize("placements", [(CPU, STREAMED), (STREAMED,)], ids=["half", "all"])
+def test_what_user_code_writes_to_state_that_may_be_arriving_counts(
+    placements: tuple[Placement, ...], reads: str
+) -> None:
     """Where it was read before backward, nothing tells of the write, and so it does not come in backward."""
 
     def run(model: nn.Sequential, optimizer: DOSAdam) -> list[bytes]:
@@ -101,8 +104,8 @@ def test_what_user_code_writes_to_state_that_may_be_arriving_counts(reads: str) 
         return everything(model, optimizer)
 
     twin = mlp()
-    device = CopyingAtOnce() if reads == "before backward" else late(Op.PREFETCH)
-    assert run(*start(InTurn(CPU, STREAMED), device)) == run(twin, DOSAdam(twin.parameters()))
+    device = CopyingAtOnce() if reads == "before backward" or placements == (STREAMED,) else late(Op.PREFETCH)
+    assert run(*start(InTurn(*placements), device)) == run(twin, DOSAdam(twin.parameters()))
 
 
 def test_memory_is_not_given_away_while_a_copy_that_failed_is_still_running(monkeypatch: pytest.MonkeyPatch) -> None:
