@@ -34,7 +34,10 @@ def on_host(work: Workload) -> Plan:
 
 
 def calls(policy: Any, parameters: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Calls for each hook of the second half of a backward, while there is no memory for slots."""
+    """Calls for each hook of the second half of a backward, while there is no memory for slots.
+
+    Without those of the last hook, which looks at the step.
+    """
     monkeypatch.setattr(MemoryMonitor, "spare_in_backward", lambda monitor: 0)
     model = nn.ParameterList(torch.randn(SIZE) for _ in range(parameters))
     optimizer = DOSAdam(model.parameters(), policy=policy, subgroup_size=SIZE, device=EmulatedDevice(FAST, 10**9))
@@ -47,7 +50,7 @@ def calls(policy: Any, parameters: int, monkeypatch: pytest.MonkeyPatch) -> floa
     def counted(gradients: Gradients, *arguments: Any) -> None:
         nonlocal hooks
         hooks += 1
-        sys.setprofile(count if hooks > parameters // 2 else None)
+        sys.setprofile(count if parameters // 2 < hooks < parameters else None)
         try:
             gradient_ready(gradients, *arguments)
         finally:
@@ -65,13 +68,13 @@ def calls(policy: Any, parameters: int, monkeypatch: pytest.MonkeyPatch) -> floa
         patched.setattr(Gradients, "gradient_ready", counted)
         iteration()
     assert hooks == parameters
-    return found / (parameters - parameters // 2)
+    return found / (parameters - parameters // 2 - 1)
 
 
 @pytest.mark.parametrize(("policy", "most"), [(half_resident, 30), (on_host, 58)])
 def test_calls_of_a_hook_do_not_grow_with_the_number_of_subgroups(
     policy: Any, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = (calls(policy, parameters, monkeypatch) for parameters in (10, 60))
+    few, many = (calls(policy, parameters, monkeypatch) for parameters in (22, 62))
     assert many <= few + 2
     assert many <= most
