@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     fixed = "besides, fixed policies that need no more memory; the status is 1 if adaptive is behind by more than 2%%"
     parser.add_argument("--fixed", action="store_true", help=fixed)
     parser.add_count("steps", 8, "iterations that count")
-    parser.add_count("warm-up", 36, "iterations before them, in which figures that plans follow settle")
+    parser.add_count("warm-up", 60, "iterations before them, in which figures that plans follow settle")
     parser.add_count("repeat", 1, "times that each row is run: the one of median time is shown")
     parser.add_count("threads", None, "of the CPU lane, in place of those that DOSAdam chooses")
     parser.add_count("layers", None, "of another, small model")

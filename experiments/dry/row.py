@@ -48,7 +48,7 @@ class Row:
     machine: str
     setting: str
     attached: bool
-    warm_up: int = 36
+    warm_up: int = 60
     steps: int = 8
     policy: str | None = None
     process_group: bool = False
