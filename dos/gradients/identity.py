@@ -69,13 +69,8 @@ class Token:
         keeps, found, new, ref = StorageObjects(gradients), list[Token](), Token.__new__, weakref.ref
         for gradient, like, storage in zip(gradients, forms, keeps.addresses, strict=True):
             token = new(Token)
-            token.gradient, token.bits, token.rewritten, token.sent, token._plain = (
-                ref(gradient),
-                None,
-                False,
-                False,
-                True,
-            )
+            token.gradient, token._plain, token.bits = ref(gradient), True, None
+            token.rewritten = token.sent = False
             token._seen_version, token._address = version_counter(gradient), gradient.data_ptr()
             token._keeps, token._storage, token.negated = keeps, storage, gradient.is_neg()
             form = gradient.dtype, gradient.shape, gradient.stride(), token.negated
