@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -169,8 +167,7 @@ class Preparation:
         served = plan.served(Placement.CPU)
         updated = [subjects[i].subgroup for i in served if subjects[i].update and i not in in_windows]
         # First state that passes through slots, which each step copies; last state that the CPU updates in its home.
-        cpu = [plan.placements[i] is Placement.CPU for i in moved]
-        moved = [*itertools.compress(moved, map(operator.not_, cpu)), *itertools.compress(moved, cpu)]
+        moved.sort(key=frozenset(served).__contains__)
         resting = [subjects[i].subgroup for i in moved if plan.stays(i) is Tier.HOST]
         for subgroup in resting:
             if stores.disk is not None and not stores.host.has(subgroup):

@@ -62,7 +62,7 @@ MOST_EARLY = 1000
 
 
 class Transits:
-    """What backward has begun for the step to come, which adopts what it uses: transits, and fetches of state to slots.
+    """Transfers that backward has begun for the next step, which adopts those it uses: transits, and fetches to slots.
 
     all: the transits that no step has adopted.
     """

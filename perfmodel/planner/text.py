@@ -28,7 +28,7 @@ EFFECTS = {
 }
 """Changes that a remedy makes besides memory and time."""
 NEEDS = {Effect.MACHINE: " on a larger host", Effect.DISK: " and a disk"}
-"""What the fastest settings need, if nothing fits without."""
+"""Needs of the fastest settings, if nothing fits without."""
 ADVICE = {DEVICE: "lower --batch or --seq", HOST: "choose a larger --host", DISK: "choose a larger --disk"}
 """Advice if even the smallest model does not fit, by the memory that it lacks."""
 LARGE_CHANGE = 0.005
